@@ -31,7 +31,7 @@ class Numbers(MemoryGauge):
 
     def reset(self) -> None: ...
 
-    def give_back(self) -> None:
+    def empty_cache(self) -> None:
         self.given_back += 1
 
 
@@ -50,7 +50,7 @@ def fitted(current: int, **numbers: Any) -> tuple[MicroBatchFitter, Clock]:
         gauge=gauge,
         estimate=None,
         estimated_for=current,
-        grows_beyond=True,
+        may_exceed_plan=True,
         clock=clock,
     )
     gauge.fitting = fitting
@@ -66,7 +66,7 @@ def test_much_room_is_used_unless_that_is_slower(slowness: float, end: int) -> N
         move = fitting.after_step(share=64, step=step)
         if move is not None:
             moves.append(move)
-            fitting.take(move)
+            fitting.apply(move)
     assert fitting.sizes.current == end
     assert moves[0].sizes.current == 22
     assert len(moves) == (1 if end == 22 else 2)
@@ -92,9 +92,9 @@ def test_before_anything_was_measured_the_estimate_of_the_plan_says_where_to_go(
         band=Band(low_bytes=0, high_bytes=total),
     )
     sizes = MicroBatchSizes(planned=64, current=64)
-    fitting = MicroBatchFitter(sizes, gauge=gauge, estimate=estimate, estimated_for=64, grows_beyond=False)
+    fitting = MicroBatchFitter(sizes, gauge=gauge, estimate=estimate, estimated_for=64, may_exceed_plan=False)
     fitting.release()
-    move = fitting.failed(size=64, share=64, step=0)
+    move = fitting.shrink_after_oom(size=64, share=64, step=0)
     assert gauge.given_back == 1
     assert move is not None
     # 4 GiB a sample, and 8 GiB of 100 are for what is not there yet in the first step.
@@ -103,8 +103,8 @@ def test_before_anything_was_measured_the_estimate_of_the_plan_says_where_to_go(
 
 def test_without_a_gauge_it_is_half() -> None:
     sizes = MicroBatchSizes(planned=8, current=8)
-    fitting = MicroBatchFitter(sizes, gauge=None, estimate=None, estimated_for=8, grows_beyond=True)
-    move = fitting.failed(size=8, share=8, step=0)
+    fitting = MicroBatchFitter(sizes, gauge=None, estimate=None, estimated_for=8, may_exceed_plan=True)
+    move = fitting.shrink_after_oom(size=8, share=8, step=0)
     assert move is not None
     assert move.sizes.current == 4
     assert "nothing is known of its memory" in move.why

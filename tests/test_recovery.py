@@ -16,7 +16,6 @@ from trimtab.training.oom_recovery import (
     even_micro_batch,
     grow_micro_batch,
     is_out_of_memory,
-    part_sizes,
     revert_if_slower,
     shrink_micro_batch,
 )
@@ -60,15 +59,15 @@ def test_an_error_that_is_its_own_cause_ends() -> None:
 def test_even_parts_are_as_few_and_differ_little(size: int, share: int) -> None:
     found = even_micro_batch(size, share)
     assert 1 <= found <= size
-    assert len(part_sizes(found, share)) == len(part_sizes(size, share))
-    assert sum(part_sizes(found, share)) == share
-    # No smaller size makes as few parts.
-    assert found == 1 or len(part_sizes(found - 1, share)) > len(part_sizes(found, share))
+    passes = len(range(0, share, found))
+    assert passes == len(range(0, share, size))
+    # No smaller size makes as few micro-batches.
+    assert found == 1 or len(range(0, share, found - 1)) > passes
 
 
 def test_less_than_a_byte_a_sample_is_no_measure() -> None:
-    assert MemoryBudget(limit_bytes=1, fixed_bytes=0, sample_bytes=5e-324).most is None
-    assert MemoryBudget(limit_bytes=10**6, fixed_bytes=0, sample_bytes=1.0).most is not None
+    assert MemoryBudget(limit_bytes=1, fixed_bytes=0, sample_bytes=5e-324).max_micro_batch is None
+    assert MemoryBudget(limit_bytes=10**6, fixed_bytes=0, sample_bytes=1.0).max_micro_batch is not None
 
 
 @given(
@@ -81,10 +80,10 @@ def test_less_than_a_byte_a_sample_is_no_measure() -> None:
 def test_after_a_failure_it_is_always_smaller_and_never_nothing(
     size: int, share: int, limit: int | None, fixed: int | None, sample: float | None
 ) -> None:
-    room = MemoryBudget(limit_bytes=limit, fixed_bytes=fixed, sample_bytes=sample)
+    budget = MemoryBudget(limit_bytes=limit, fixed_bytes=fixed, sample_bytes=sample)
     sizes = MicroBatchSizes(planned=size, current=size)
     for step in range(40):
-        move = shrink_micro_batch(sizes, size=sizes.current, share=share, room=room, step=step)
+        move = shrink_micro_batch(sizes, size=sizes.current, share=share, budget=budget, step=step)
         if move is None:
             assert sizes.current == 1
             return
@@ -94,41 +93,45 @@ def test_after_a_failure_it_is_always_smaller_and_never_nothing(
 
 
 def test_the_estimate_says_where_to_go_rather_than_half() -> None:
-    room = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=17 * GIB, sample_bytes=2 * GIB)
-    move = shrink_micro_batch(MicroBatchSizes(planned=64, current=64), size=64, share=64, room=room, step=0)
+    budget = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=17 * GIB, sample_bytes=2 * GIB)
+    move = shrink_micro_batch(
+        MicroBatchSizes(planned=64, current=64), size=64, share=64, budget=budget, step=0
+    )
     assert move is not None
     # 40 fit, and two parts of 32 are as few as 40 and 24, and alike.
     assert move.sizes.current == 32
     assert "40 are expected to fit (100.0 GiB in all" in move.why
-    tight = room.replace(sample_bytes=7 * GIB)
-    move = shrink_micro_batch(MicroBatchSizes(planned=64, current=64), size=64, share=64, room=tight, step=0)
+    tight = budget.replace(sample_bytes=7 * GIB)
+    move = shrink_micro_batch(
+        MicroBatchSizes(planned=64, current=64), size=64, share=64, budget=tight, step=0
+    )
     assert move is not None
     assert move.sizes.current == 11
 
 
 def test_an_estimate_that_was_wrong_gives_way_in_small_steps_and_then_in_halves() -> None:
-    room = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=0, sample_bytes=1.0)
+    budget = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=0, sample_bytes=1.0)
     first = shrink_micro_batch(
-        MicroBatchSizes(planned=64, current=64), size=64, share=1000, room=room, step=0
+        MicroBatchSizes(planned=64, current=64), size=64, share=1000, budget=budget, step=0
     )
     assert first is not None
     assert first.sizes.current == even_micro_batch(48, 1000)
-    again = shrink_micro_batch(first.sizes.replace(current=64), size=64, share=1000, room=room, step=60)
+    again = shrink_micro_batch(first.sizes.replace(current=64), size=64, share=1000, budget=budget, step=60)
     assert again is not None
     assert again.sizes.current == even_micro_batch(32, 1000)
 
 
 def test_it_grows_back_after_a_while_and_waits_twice_as_long_after_each_failure() -> None:
     sizes = MicroBatchSizes(planned=8, current=8)
-    room = MemoryBudget()
+    budget = MemoryBudget()
     waited = []
     step = 0
     for _ in range(3):
-        move = shrink_micro_batch(sizes, size=8, share=16, room=room, step=step)
+        move = shrink_micro_batch(sizes, size=8, share=16, budget=budget, step=step)
         assert move is not None
         sizes, began = move.sizes, step
         while (
-            back := grow_micro_batch(sizes, share=16, room=room, step=step)
+            back := grow_micro_batch(sizes, share=16, budget=budget, step=step)
         ) is None or back.sizes.current < 8:
             sizes = sizes if back is None else back.sizes
             step += 1
@@ -140,28 +143,28 @@ def test_it_grows_back_after_a_while_and_waits_twice_as_long_after_each_failure(
 
 
 def test_it_does_not_grow_to_what_is_known_not_to_fit() -> None:
-    room = MemoryBudget(limit_bytes=10 * GIB, fixed_bytes=GIB, sample_bytes=2 * GIB)
-    assert grow_micro_batch(MicroBatchSizes(planned=8, current=4), share=8, room=room, step=1000) is None
-    roomy = room.replace(sample_bytes=GIB)
-    move = grow_micro_batch(MicroBatchSizes(planned=8, current=4), share=8, room=roomy, step=1000)
+    budget = MemoryBudget(limit_bytes=10 * GIB, fixed_bytes=GIB, sample_bytes=2 * GIB)
+    assert grow_micro_batch(MicroBatchSizes(planned=8, current=4), share=8, budget=budget, step=1000) is None
+    roomy = budget.replace(sample_bytes=GIB)
+    move = grow_micro_batch(MicroBatchSizes(planned=8, current=4), share=8, budget=roomy, step=1000)
     assert move is not None
     assert move.sizes.current == 8
 
 
 def test_much_room_grows_and_little_room_shrinks_and_both_say_why() -> None:
     sizes = MicroBatchSizes(planned=4, current=4)
-    room = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=10 * GIB, sample_bytes=4 * GIB)
-    more = adjust_micro_batch(sizes, share=64, room=room, peak_bytes=26 * GIB, step=200)
+    budget = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=10 * GIB, sample_bytes=4 * GIB)
+    more = adjust_micro_batch(sizes, share=64, budget=budget, peak_bytes=26 * GIB, step=200)
     assert more is not None
     assert more.sizes.current == even_micro_batch(21, 64) == 16
     assert "the peak is 26.0 GiB of 100.0 GiB" in more.why
     full = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=10 * GIB, sample_bytes=22.3 * GIB)
-    less = adjust_micro_batch(sizes, share=64, room=full, peak_bytes=99 * GIB, step=200)
+    less = adjust_micro_batch(sizes, share=64, budget=full, peak_bytes=99 * GIB, step=200)
     assert less is not None
     assert less.sizes.current == 3
     assert "close to the limit" in less.why
-    assert adjust_micro_batch(sizes, share=64, room=room, peak_bytes=80 * GIB, step=200) is None
-    assert adjust_micro_batch(sizes, share=64, room=room, peak_bytes=26 * GIB, step=10) is None
+    assert adjust_micro_batch(sizes, share=64, budget=budget, peak_bytes=80 * GIB, step=200) is None
+    assert adjust_micro_batch(sizes, share=64, budget=budget, peak_bytes=26 * GIB, step=10) is None
 
 
 def test_a_larger_micro_batch_that_is_slower_is_taken_back_for_good() -> None:
@@ -169,17 +172,17 @@ def test_a_larger_micro_batch_that_is_slower_is_taken_back_for_good() -> None:
     back = revert_if_slower(now, before, seconds=1.1, seconds_before=1.0, step=300)
     assert back is not None
     assert back.sizes.current == 4
-    assert back.sizes.barred(16, 10**9)
+    assert back.sizes.is_blocked(16, 10**9)
     assert revert_if_slower(now, before, seconds=1.0, seconds_before=1.0, step=300) is None
 
 
 def test_the_loss_scale_halves_and_grows_and_is_one_without_fp16() -> None:
     scale = initial_scale(Setting(micro_batch=1, global_batch=1, precision=Precision.FP16).dtypes)
-    assert scale.halved().value == scale.value / 2
+    assert scale.after_overflow().value == scale.value / 2
     for _ in range(GROW_AFTER_UPDATES):
-        scale = scale.after_good()
+        scale = scale.after_update()
     assert scale.value == 2.0**17
-    assert LossScale().after_good() == LossScale()
+    assert LossScale().after_update() == LossScale()
     assert not LossScale().can_shrink
 
 

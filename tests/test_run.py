@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.engine.compile import CALL, Compiling
+from trimtab.engine.compile import CALL, CompileSwitch
 from trimtab.errors import EnvironmentFault, JobFailed, NothingFits, WrongUse
 from trimtab.spec import Incident, IncidentKind, Mesh, OptimizerImplementation, Precision, Setting, Strategy
 from trimtab.training import oom_recovery, stepper
-from trimtab.training.bad_steps import suspect
-from trimtab.training.loading import window_of
-from trimtab.training.loop import evaluate
+from trimtab.training.bad_steps import find_bad_module
+from trimtab.training.loading import wrap_batch
+from trimtab.training.loop import evaluate_loss
 from trimtab.training.run import Run
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ def test_samples_that_count_for_nothing_do_not_spoil_an_evaluation() -> None:
         run.prepare(network(), sgd, loss=loss, weight=lambda batch: batch["mask"].sum())
         with torch.no_grad():
             right = loss(network(), whole).item()
-        assert evaluate(run, dataset) == pytest.approx(right, rel=1e-12)
-        assert math.isnan(evaluate(run, dataset[3:6]))
+        assert evaluate_loss(run, dataset) == pytest.approx(right, rel=1e-12)
+        assert math.isnan(evaluate_loss(run, dataset[3:6]))
 
 
 def test_a_loop_by_hand_is_the_same_step() -> None:
@@ -248,7 +248,7 @@ def test_a_loss_above_the_limit_is_skipped_and_the_same_on_a_gradient_that_is_no
             # The loss is nought, its slope has no end.
             return (model(batch) * 0).abs().sqrt().sum()
 
-        run._stepper.ready().loss = root  # noqa: SLF001
+        run._stepper.get_prepared().loss = root  # noqa: SLF001
         outcome = run.step(samples())
         assert "the norm of the gradients is nan" in outcome.skipped
 
@@ -403,21 +403,21 @@ def test_frozen_weights_keep_their_dtype_because_a_job_may_average_into_them() -
 def test_compiling_is_for_the_regular_size_and_gives_up_with_a_reason() -> None:
     said: list[tuple[str, str]] = []
     model = network()
-    compiling = Compiling(model, lambda why, done: said.append((why, done)))
+    compiling = CompileSwitch(model, lambda why, done: said.append((why, done)))
     compiling._calls = [(model, CALL, lambda *_: torch.ones(1))]  # noqa: SLF001
-    compiling.use(4, 4)
+    compiling.prepare_for(4, 4)
     assert torch.equal(model(samples()), torch.ones(1))
     assert "compiles the model" in said[0][0]
-    compiling.done()
-    compiling.use(2, 4)
+    compiling.mark_done()
+    compiling.prepare_for(2, 4)
     assert model(samples()).shape == (10, 1)
     assert len(said) == 1
-    compiling.use(4, 4)
-    assert not compiling.gives_up(RuntimeError("a bug of one's own, long after compiling"))
-    compiling.use(3, 3)
-    assert compiling.gives_up(RuntimeError("no compiler\nhere"))
+    compiling.prepare_for(4, 4)
+    assert not compiling.handle_error(RuntimeError("a bug of one's own, long after compiling"))
+    compiling.prepare_for(3, 3)
+    assert compiling.handle_error(RuntimeError("no compiler\nhere"))
     assert said[-1] == ("compiling failed: RuntimeError: no compiler", "going on without torch.compile")
-    assert not compiling.on
+    assert not compiling.is_enabled
     assert model(samples()).shape == (10, 1)
 
 
@@ -428,7 +428,7 @@ def test_a_compiler_that_fails_does_not_stop_the_run() -> None:
     seen: list[Incident] = []
     with Run(setting(4, compile=True), listen=seen.append) as run:
         model, _ = run.prepare(network(), sgd, loss=squared)
-        compiling = run._stepper.ready().compiling  # noqa: SLF001
+        compiling = run._stepper.get_prepared().compiling  # noqa: SLF001
         assert compiling is not None
         compiling._calls = [(model, CALL, broken)]  # noqa: SLF001
         outcomes = [run.step(samples(seed=number)) for number in range(3)]
@@ -453,7 +453,7 @@ def test_an_error_of_the_job_is_not_mistaken_for_anything_else() -> None:
     [
         (lambda model, batch: model(batch), r"a tensor of shape \(4, 1\)"),
         (lambda *_: 1.0, "it returned a float"),
-        (lambda *_: torch.zeros(()), "no parameter has a part in"),
+        (lambda *_: torch.zeros(()), "does not depend on any parameter"),
     ],
 )
 def test_a_loss_that_is_no_scalar_is_an_error_that_says_so(loss: Any, text: str) -> None:
@@ -473,7 +473,7 @@ def test_wrong_use_is_said_to_be() -> None:
             run.prepare("model")
         with pytest.raises(WrongUse, match="are not the model's"):
             run.prepare(network(), sgd(network().parameters()))
-        with pytest.raises(WrongUse, match="neither one nor makes one"):
+        with pytest.raises(WrongUse, match="neither an optimizer nor a function"):
             run.prepare(network(), 3)
         model, _ = run.prepare(network(), sgd)
         with pytest.raises(WrongUse, match="called twice"):
@@ -484,7 +484,7 @@ def test_wrong_use_is_said_to_be() -> None:
             run.update()
         with pytest.raises(WrongUse, match="no such operation"):
             run.all_reduce(1.0, "median")
-        with pytest.raises(WrongUse, match="first length"):
+        with pytest.raises(WrongUse, match="first dimension"):
             next(iter(run.parts(3)))
         part = next(iter(run.parts(samples())))
         with pytest.raises(WrongUse, match="outside of"):
@@ -589,7 +589,7 @@ def test_copies_of_a_model_are_not_touched() -> None:
         run.prepare(model, sgd, loss=squared)
         run.step(samples())
     assert far(kept, [parameter.detach() for parameter in network().parameters()]) == 0
-    assert stepper.MOST_ATTEMPTS > oom_recovery.PATIENCE / 2
+    assert stepper.MAX_ATTEMPTS > oom_recovery.RETRY_AFTER_STEPS / 2
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, sgd])
@@ -599,13 +599,13 @@ def test_a_step_that_the_device_calls_off_leaves_no_trace(make: Any) -> None:
     for device_decides in (False, True):
         with Run(setting(5, optimizer=OptimizerImplementation.FUSED), faults=Drill(("gradient", 2))) as run:
             model, _ = run.prepare(network(), make, loss=squared, clip=0.05)
-            updater = run._stepper.ready().updater  # noqa: SLF001
-            updater._called_off_on_device = device_decides  # noqa: SLF001
+            updater = run._stepper.get_prepared().updater  # noqa: SLF001
+            updater._can_skip_on_device = device_decides  # noqa: SLF001
             outcomes = [run.step(samples(seed=number)) for number in range(3)]
             run.spike_limit = 0.0
             skipped = run.step(samples())
             ends.append([parameter.detach().clone() for parameter in model.parameters()])
-        assert updater.on_device is device_decides
+        assert updater.skips_on_device is device_decides
         assert [outcome.attempts for outcome in outcomes] == [1, 1, 2]
         assert skipped.skipped
     assert max(float((a - b).abs().max()) for a, b in zip(*ends, strict=True)) < 1e-6
@@ -629,8 +629,8 @@ def test_what_counts_for_nothing_hides_no_bad_module() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.Identity(), nn.Linear(4, 1))
     with Run(setting(2, 4)) as run:
         run.prepare(model, sgd, loss=counted, weight=lambda one: int((one[:, 0] > 0).sum()))
-        assert suspect(run, window_of(batch)) is None
+        assert find_bad_module(run, wrap_batch(batch)) is None
         model[1] = Endless()
-        found = suspect(run, window_of(batch))
+        found = find_bad_module(run, wrap_batch(batch))
     assert found is not None
     assert (found.module, found.phase) == ("1", "forward")

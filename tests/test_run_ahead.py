@@ -55,7 +55,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def init(self: optimizer_step.OptimizerStep, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
-        self._called_off_on_device = True
+        self._can_skip_on_device = True
 
     monkeypatch.setattr(optimizer_step.OptimizerStep, "__init__", init)
 

@@ -19,7 +19,7 @@ import torch
 
 from trimtab import api
 from trimtab.cli.main import main_code
-from trimtab.spec import Band, Estimate, Footprint, Mesh, Place, Plan, Setting, Strategy
+from trimtab.spec import Band, Estimate, Footprint, Mesh, Plan, RankPlacement, Setting, Strategy
 from trimtab.training.checkpoints import CheckpointManager
 
 if TYPE_CHECKING:
@@ -518,7 +518,7 @@ def test_ranks_that_torchrun_started_train_as_well(home: Path, calm: Path, tmp_p
             "batch['x'] is float64 (n, 8) from batch() and float64 (n, 7) from dataset()",
         ),
         ("BadData", (), 4, "OSError: no such disk"),
-        ("Stream", (), 4, "in an order of its own"),
+        ("Stream", (), 4, "only its own order of samples"),
         ("Small", ("--set", "samples=5"), 2, "one optimizer step takes global_batch 8"),
         ("Small", ("--set", "global_batch=51"), 2, "one optimizer step takes global_batch 51"),
         ("Small", ("--steps", "0"), 2, "it is below 1"),
@@ -621,7 +621,7 @@ def test_a_plan_for_more_gpus_than_there_are_is_refused(home: Path, tmp_path: Pa
             parts=Footprint(),
             band=Band(low_bytes=1, high_bytes=1),
         ),
-        places=tuple(Place(node=0, node_name="a", device=index, name="H100") for index in range(4)),
+        places=tuple(RankPlacement(node=0, node_name="a", device=index, name="H100") for index in range(4)),
     )
     (tmp_path / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     done = command("train", plan.job, "--plan", tmp_path / "plan.json", "--out", tmp_path / "run")

@@ -1,7 +1,7 @@
-"""The whole run: from a task to the last step, through whatever happens on the way.
+"""The training loop of `trimtab train`: steps, checkpoints, evaluation, logging, resume and rollback.
 
-Every rank runs this. Rank 0 writes the folder and the terminal; what happens to another rank reaches it
-through the process group, announced in the status of a step, so that a step without news costs nothing.
+Every rank runs it. Rank 0 writes the run folder and the terminal. Other ranks send it their incidents through
+the process group. The status of a step announces them, so a step without incidents costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trimtab.engine.additive_loss import find_batch_norms
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import synthetic
 from trimtab.jobs.job import Job, samples_in
-from trimtab.jobs.load import failed, file_of, load
+from trimtab.jobs.load import find_job_file, job_error, load_job
 from trimtab.launching.run_summary import JSON as SUMMARY
 from trimtab.launching.run_summary import build_summary, count_node_gpus, remove_summary, write_summary
 from trimtab.planner import batch_loss_rules
@@ -74,11 +74,8 @@ if TYPE_CHECKING:
     from trimtab.training.task import TrainTask
 
 
-# The loss on samples that nothing is learnt from, shared over ranks.
-
-
 def build_validation_set(job: Any) -> Any:
-    """The job's dataset for evaluation; None where it has none."""
+    """Return the job's dataset for evaluation; None if it has none."""
     make = getattr(job, "validation", None)
     dataset = make() if callable(make) else None
     if dataset is None:
@@ -86,43 +83,43 @@ def build_validation_set(job: Any) -> Any:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
         raise JobFailed(
             "validation()",
-            found=f"a {type(dataset).__name__} has no samples that can be counted and shared out",
+            found=f"a {type(dataset).__name__} is empty, or has no __len__ or __getitem__",
             cure="Return a dataset with __len__ and __getitem__(index), or None.",
         )
     return dataset
 
 
 def count_passes(samples: int, ranks: int, size: int) -> int:
-    """Passes that the rank with the most samples makes; sharded ranks must all make as many.
+    """Return the passes of the rank with the most samples; sharded ranks must all run as many.
 
-    >>> rounds(10, 4, 2), rounds(3, 4, 2)
+    >>> count_passes(10, 4, 2), count_passes(3, 4, 2)
     (2, 1)
     """
-    places = rank_slice_bounds(samples, ranks)
-    most = max(stop - start for start, stop in pairwise(places))
+    bounds = rank_slice_bounds(samples, ranks)
+    most = max(stop - start for start, stop in pairwise(bounds))
     return -(-most // size)
 
 
 def evaluate_loss(run: Run, dataset: Any) -> float:
-    """The mean loss over a dataset, weighted as in training; not a number where none of it counts.
+    """Return the mean loss over a dataset, weighted as in training; NaN if its weight is zero.
 
-    Memory is given back afterwards.
+    All ranks call it. It releases cached memory afterwards.
     """
     total, weight = _sum_own_losses(run, dataset)
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
-    whole = run.all_reduce(torch.tensor([total, weight], dtype=torch.float64))
+    sums = run.all_reduce(torch.tensor([total, weight], dtype=torch.float64))
     # Every branch and every stage counted the same samples.
     mesh = run.setting.mesh
-    return float(whole[0]) * mesh.branch * mesh.pp / float(whole[1]) if whole[1] else nan
+    return float(sums[0]) * mesh.branch * mesh.pp / float(sums[1]) if sums[1] else nan
 
 
 def _sum_own_losses(run: Run, dataset: Any) -> tuple[float, float]:
-    """The weighted loss of this rank's samples, and their weight."""
+    """Return the weighted loss of this rank's samples, and their weight."""
     ranks, size = run.groups.data_parallel, run.micro_batch
-    places = rank_slice_bounds(len(dataset), ranks)
-    mine = range(places[run.groups.data_rank], places[run.groups.data_rank + 1])
+    bounds = rank_slice_bounds(len(dataset), ranks)
+    mine = range(bounds[run.groups.data_rank], bounds[run.groups.data_rank + 1])
     reader: DataLoader[Any] = DataLoader(
         Subset(dataset, mine),
         batch_size=size,
@@ -136,11 +133,11 @@ def _sum_own_losses(run: Run, dataset: Any) -> tuple[float, float]:
     try:
         with torch.no_grad(), run.quiet():
             for batch in reader:
-                counted = float(run.weight_of(batch))
-                found = _batch_loss(run, batch)
-                # A mean over nothing is not a number, and neither is nought times it.
-                total += found * counted if counted else 0.0
-                weight += counted
+                batch_weight = float(run.weight_of(batch))
+                loss = _batch_loss(run, batch)
+                # A mean over nothing is NaN, and so is zero times NaN.
+                total += loss * batch_weight if batch_weight else 0.0
+                weight += batch_weight
             for _ in range(count_passes(len(dataset), ranks, size) - len(reader)):
                 _batch_loss(run, (getattr(run.job, "collate", None) or default_collate)([dataset[0]]))
     finally:
@@ -150,75 +147,79 @@ def _sum_own_losses(run: Run, dataset: Any) -> tuple[float, float]:
 
 
 def _batch_loss(run: Run, batch: Any) -> float:
-    """The loss of a batch; in halves where it does not fit."""
+    """Return the loss of a batch; compute it in halves if it does not fit."""
     try:
         with run.computing():
             return float(run.loss_of(run.on_device(batch)))
     except Exception as error:
         samples = samples_in(batch)
-        # Ranks that compute together, each with a share of the weights, cannot take halves alone.
+        # Ranks with sharded weights run every pass together: one rank cannot split its batch alone.
         shares = strategy_of(run.setting).weight_shares(run.setting.mesh) or 1
         if not is_out_of_memory(error) or samples < 2 or shares > 1:  # noqa: PLR2004 - halves
             raise
     gc.collect()
     torch.cuda.empty_cache()
     half = samples // 2
-    parts = [slice_batch(batch, 0, half), slice_batch(batch, half, samples)]
-    weights = [float(run.weight_of(part)) for part in parts]
-    known = [_batch_loss(run, part) * share for part, share in zip(parts, weights, strict=True) if share]
-    return sum(known) / sum(weights) if known else nan
+    halves = [slice_batch(batch, 0, half), slice_batch(batch, half, samples)]
+    weights = [float(run.weight_of(half_batch)) for half_batch in halves]
+    losses = [
+        _batch_loss(run, half_batch) * weight
+        for half_batch, weight in zip(halves, weights, strict=True)
+        if weight
+    ]
+    return sum(losses) / sum(weights) if losses else nan
 
 
 SILENCE_STEPS = 5.0
-"""After a signal, times the last step until silence means that a rank is gone."""
+"""After a signal, a rank that is silent for this many step times counts as lost."""
 
 
 FIX_DATASET = (
-    "Mend the job; where that is the cause, let the items of dataset() collate to what batch() makes (a job "
+    "Fix the job; if that is the cause, let the items of dataset() collate to what batch() makes (a job "
     "may have collate(items) for that)."
 )
 COMPARED_SAMPLES = 2
-"""Samples of a batch that is only looked at: some losses have no use for one."""
+"""Samples of the batch() that dataset() is compared with: some jobs cannot make a batch of one."""
 OPTIMIZER_STATES = 2
-"""Tensors that an optimizer keeps for every parameter, as Adam does."""
+"""Optimizer state tensors per parameter that the disk check assumes, as in Adam."""
 MEMORY_INTERVAL_S = 0.5
-"""Between two looks at the memory."""
+"""Seconds between two measurements of peak memory."""
 
 
 class RunProgress:
-    """How far this process has come, for whoever asks when it has crashed."""
+    """Steps that this process has finished; the worker reads it after a crash."""
 
     step = 0
 
 
 def train(task: TrainTask) -> RunEnding:
-    """Train until the task is done or a signal asks for the end."""
+    """Train until the task is done or a signal stops it."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     world = read_world(os.environ, gpus)
-    notes = find_rank_files()
+    rank_files = find_rank_files()
     with Signals() as signals:
-        # What the parent was asked while this process was still waking up.
-        signals.asked = signals.asked or (notes.stopping() if notes is not None else None)
+        # A signal that the parent received while this process was starting.
+        signals.asked = signals.asked or (rank_files.stop_signal() if rank_files is not None else None)
         connect(world, timeout_min=task.timeout_min)
         with ExitStack() as stack:
-            ending = TrainingLoop(task, world, signals, stack, notes).go()
+            ending = TrainingLoop(task, world, signals, stack, rank_files).run_steps()
         disconnect()
     return ending
 
 
 class ZeroBasedFaults:
-    """Faults as the engine asks for them: it counts steps from 0, people from 1."""
+    """Fault injector for the stepper, which counts steps from 0; users count from 1."""
 
     def __init__(self, faults: FaultInjector) -> None:
         self.faults = faults
 
     def at(self, point: str, step: int, rank: int) -> str | None:
-        """Strike, if something is due."""
+        """Inject a fault, if one is due."""
         return self.faults.at(point, step + 1, rank)
 
 
 class StatefulAdapter:
-    """Something with a state, as the keeper takes it."""
+    """Gives an object state_dict() and load_state_dict() for CheckpointManager."""
 
     def __init__(
         self, state: Callable[[], dict[str, Any]], load_state: Callable[[dict[str, Any]], None]
@@ -228,7 +229,7 @@ class StatefulAdapter:
 
 
 class TrainingLoop:
-    """One attempt at a run."""
+    """One attempt at a run, on one rank."""
 
     def __init__(
         self,
@@ -236,28 +237,28 @@ class TrainingLoop:
         world: World,
         signals: Signals,
         stack: ExitStack,
-        notes: RankFiles | None = None,
+        rank_files: RankFiles | None = None,
     ) -> None:
         self.task = task
         self.world = world
         self.signals = signals
-        self.notes = notes
-        """Of the parent that started this rank."""
+        self.rank_files = rank_files
+        """Files shared with the parent process that started this rank."""
         self.loss: float | None = None
         self.best: float | None = None
         self._waited_s = 0.0
-        self.rate: float | None = None
-        self.due = False
-        """A checkpoint is wanted after the next step that is settled."""
-        self.ending: signal.Signals | None = None
-        """What asked for the end of the run."""
+        self.learning_rate: float | None = None
+        self.checkpoint_due = False
+        """Whether to save a checkpoint after the next finished step."""
+        self.stop_signal: signal.Signals | None = None
+        """The signal that stops the run."""
         self.window: Window | None = None
-        """What is being computed."""
-        self._asked_s = 0.0
+        """The window that is being computed."""
+        self._measured_s = 0.0
         self._peaks: dict[str, int] = {}
-        self.job = load(task.job, task.options)
+        self.job = load_job(task.job, task.options)
         check_trainable(self.job, task.job)
-        with self._blaming("dataset()"):
+        with self._job_errors("dataset()"):
             self.dataset = self.job.dataset()
             self.validation = build_validation_set(self.job)
         self.plan, resized = agree_on_plan(task, self.job, world)
@@ -265,108 +266,115 @@ class TrainingLoop:
             # A plan may have another global batch than the job, and a schedule counts steps of it.
             with contextlib.suppress(AttributeError):
                 self.job.global_batch = self.plan.choice.global_batch
-        # Before there is a folder, so that what is wrong leaves nothing behind.
+        # Check before the run folder is created, so that an error leaves no folder behind.
         build_sample_order(self.dataset, self.plan.choice.global_batch)
-        self.scribe = self._scribe(stack)
+        self.events = self._open_event_log(stack)
         if resized:
-            self.scribe.tell(IncidentKind.RESIZE, "the plan is for another number of processes", resized)
-        self.faults = FaultInjector(task.faults_due, self.scribe.folder.root) if task.faults_due else None
-        drill = None if self.faults is None else ZeroBasedFaults(self.faults)
-        self.run = Run(self.plan, job=self.job, connected=world, listen=self.scribe.hear, faults=drill)
+            self.events.record(IncidentKind.RESIZE, "the plan is for another number of processes", resized)
+        self.faults = FaultInjector(task.faults_due, self.events.folder.root) if task.faults_due else None
+        zero_based = None if self.faults is None else ZeroBasedFaults(self.faults)
+        self.run = Run(
+            self.plan, job=self.job, connected=world, listen=self.events.record_local, faults=zero_based
+        )
         stack.callback(self.run.close)
         self._build()
 
-    # getting ready
+    # setup
 
     @contextmanager
-    def _blaming(self, member: str) -> Iterator[None]:
-        """Errors of the job's own code are the job's."""
+    def _job_errors(self, member: str) -> Iterator[None]:
+        """Turn errors of the job's own code into JobFailed."""
         try:
             yield
         except Exception as error:
             if isinstance(error, TrimtabError) or is_lost_peer(error) or not is_job_error(error):
                 raise
-            told = failed(f"{member} of job {self.task.job}", error, "Mend the job.")
-            unlike = self._unlike() if self.window is not None else ""
-            if unlike:
-                told = JobFailed(told.given, found=f"{told.found}; {unlike}", cure=FIX_DATASET)
-            raise told from error
+            failure = job_error(f"{member} of job {self.task.job}", error, "Fix the job.")
+            difference = self._describe_difference() if self.window is not None else ""
+            if difference:
+                failure = JobFailed(failure.given, found=f"{failure.found}; {difference}", cure=FIX_DATASET)
+            raise failure from error
 
-    def _unlike(self) -> str:
-        """In what the samples of the last step are not what batch() makes; empty where they are.
+    def _describe_difference(self) -> str:
+        """Describe how the samples of the last step differ from batch(); empty if they do not.
 
-        Asked only after a step has failed: a job whose loss takes them is not refused.
+        Called only after a step has failed: a job whose loss accepts both is not refused.
         """
-        assert self.window is not None  # noqa: S101 - asked before
+        assert self.window is not None  # noqa: S101 - checked by the caller
         try:
-            found = compare_batches(self.job.batch(COMPARED_SAMPLES), self.window.filler())
-        except Exception:  # noqa: BLE001 - nothing can be said of it, and the failure itself is what counts
+            differences = compare_batches(self.job.batch(COMPARED_SAMPLES), self.window.filler())
+        except Exception:  # noqa: BLE001 - the comparison is only a hint; the failure itself matters
             return ""
-        more = f"; and {len(found) - MAX_DIFFERENCES} more" if len(found) > MAX_DIFFERENCES else ""
-        return f"dataset() is not like batch(): {'; '.join(found[:MAX_DIFFERENCES])}{more}" if found else ""
+        count = len(differences)
+        more = f"; and {count - MAX_DIFFERENCES} more" if count > MAX_DIFFERENCES else ""
+        return (
+            f"dataset() is not like batch(): {'; '.join(differences[:MAX_DIFFERENCES])}{more}"
+            if differences
+            else ""
+        )
 
-    def _scribe(self, stack: ExitStack) -> EventLog:
-        """The folder, taken up by rank 0; an error there is one on all ranks."""
+    def _open_event_log(self, stack: ExitStack) -> EventLog:
+        """Open the run folder on rank 0, whose error is raised on all ranks; return the event log."""
         task = self.task
         options = {key: value for key, value in task.options.items() if key != "global_batch"}
         identity = RunIdentity(
             job=task.job, options=options, global_batch=self.plan.choice.global_batch, seed=task.seed
-        ).of_file(file_of(task.job))
+        ).with_file(find_job_file(task.job))
         folder = RunFolder(root=Path(task.out).absolute(), main=False)
 
-        def take_up() -> None:
+        def open_folder() -> None:
             nonlocal folder
             folder = RunFolder.open(task.out, identity=identity, plan=self.plan)
             stack.callback(folder.close)
 
-        run_on_rank_zero(self.world, take_up)
-        meters = StepLog(
+        run_on_rank_zero(self.world, open_folder)
+        step_log = StepLog(
             every=task.every or print_interval(task.steps),
             steps=task.steps,
             as_json=task.json,
             quiet=not self.world.is_main,
             tensorboard=folder.root / "tensorboard" if self.world.is_main else None,
         )
-        stack.callback(meters.close)
-        scribe = EventLog(self.world, folder, meters)
-        scribe.begin()
-        stack.push(lambda _, error, __: scribe.end(error))
-        return scribe
+        stack.callback(step_log.close)
+        events = EventLog(self.world, folder, step_log)
+        events.begin_attempt()
+        stack.push(lambda _, error, __: events.end_attempt(error))
+        return events
 
     def _build(self) -> None:
-        """Model, optimizer and data, in the state they were left in."""
+        """Build model, optimizer and loader, and load the latest checkpoint."""
         task, job = self.task, self.job
         torch.manual_seed(task.seed)
-        with self._blaming("model() and optimizer()"):
+        with self._job_errors("model() and optimizer()"):
             self.run.prepare()
         self.loader = self.run.loader(self.dataset, task.seed)
         epochs = max(1, int(getattr(job, "epochs", 1) or 1))
         self.steps = task.steps or self.loader.order.steps_per_epoch * epochs
-        self.scribe.goes_to(self.steps)
-        meters = self.scribe.meters
-        meters.steps, meters.every = self.steps, task.every or print_interval(self.steps)
-        # Ranks draw unlike numbers from here on; a checkpoint of as many ranks puts them back.
+        self.events.set_total_steps(self.steps)
+        step_log = self.events.step_log
+        step_log.steps, step_log.every = self.steps, task.every or print_interval(self.steps)
+        # From here on ranks draw different random numbers; a checkpoint restores them on equally many ranks.
         torch.manual_seed(mix_seed(task.seed, self.world.rank) % 2**63)
-        self.keeper = CheckpointManager(
-            self.scribe.folder.checkpoints,
+        self.checkpoints = CheckpointManager(
+            self.events.folder.checkpoints,
             last=task.keep,
-            tell=self.scribe.write,
+            report=self.events.write,
             before_write=None if self.faults is None else self._before_write,
             timeout_min=task.timeout_min,
         )
-        self.trouble = BadStepHandler(self.run, self.keeper, self.scribe)
-        run_on_rank_zero(self.world, self._check_room)
-        if self._resumed() is None:
-            # Whatever was logged had no checkpoint to go with it.
-            self.scribe.folder.rewind(0)
+        self.bad_steps = BadStepHandler(self.run, self.checkpoints, self.events)
+        run_on_rank_zero(self.world, self._check_disk_space)
+        if self._resume() is None:
+            # Logged steps without a checkpoint are lost.
+            self.events.folder.rewind(0)
             if task.begin_from:
-                self._take_weights(Path(task.begin_from))
+                self._load_weights(Path(task.begin_from))
         self.saved_s = time.monotonic()
 
-    def _take_weights(self, folder: Path) -> None:
-        """Begin with the weights that another run ended with; optimizer and data begin anew."""
+    def _load_weights(self, folder: Path) -> None:
+        """Start with the final weights of another run; optimizer and data start from the beginning."""
         before = CheckpointManager(
-            folder / "checkpoints", tell=self.scribe.write, timeout_min=self.task.timeout_min
+            folder / "checkpoints", report=self.events.write, timeout_min=self.task.timeout_min
         )
         loaded = before.load_latest({"model": self.run.model})
         if loaded is None:
@@ -375,171 +383,173 @@ class TrainingLoop:
                 found="there is no whole checkpoint in it",
                 cure="Let that run end first, or begin in another folder.",
             )
-        # The other run's random numbers came with its weights.
+        # The checkpoint has restored the random state of the other run.
         torch.manual_seed(mix_seed(self.task.seed, self.world.rank) % 2**63)
-        self.scribe.tell(
+        self.events.record(
             IncidentKind.STAGE,
             f"{folder.name} ended with step {loaded.step}",
-            "this run begins with its weights; optimizer and data begin anew",
+            "this run begins with its weights; optimizer and data start from the beginning",
         )
 
-    def _check_room(self) -> None:
-        """A disk that has no room for one checkpoint is said so before the first step."""
-        folder = self.scribe.folder.root
-        learn = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
-        state = sum(one.numel() * one.element_size() for one in learn) * OPTIMIZER_STATES
+    def _check_disk_space(self) -> None:
+        """Raise an error before the first step if the disk has no room for one checkpoint."""
+        folder = self.events.folder.root
+        trainable = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
+        state = (
+            sum(parameter.numel() * parameter.element_size() for parameter in trainable) * OPTIMIZER_STATES
+        )
         need = take_snapshot({"model": self.run.model}).size_bytes + state
         free = shutil.disk_usage(folder).free
-        if free < need and not any(self.scribe.folder.checkpoints.iterdir()):
+        if free < need and not any(self.events.folder.checkpoints.iterdir()):
             raise EnvironmentFault(
                 f"--out {folder}",
                 found=f"{format_bytes(free)} are free, and a checkpoint takes about {format_bytes(need)}",
                 cure="Free some room, or give a folder on another disk with --out.",
             )
 
-    def _objects(self) -> dict[str, Any]:
+    def _checkpoint_objects(self) -> dict[str, Any]:
         run = self.run
-        found = {
+        objects = {
             "model": run.model,
             "optimizer": run.optimizer,
             "loader": self.loader,
             "run": StatefulAdapter(run.state, run.load_state),
         }
-        return found | ({} if run.schedule is None else {"schedule": run.schedule})
+        return objects | ({} if run.schedule is None else {"schedule": run.schedule})
 
-    def _resumed(self, *, before: int | None = None) -> int | None:
-        """Go on from the newest whole checkpoint, or from one before a step; None where there is none."""
-        loaded = self.keeper.load_latest(self._objects(), before=before)
+    def _resume(self, *, before: int | None = None) -> int | None:
+        """Load the newest complete checkpoint before a step, or of all; return its step, or None."""
+        loaded = self.checkpoints.load_latest(self._checkpoint_objects(), before=before)
         if loaded is None:
             return None
-        # Ranks other than the first have no extra: they hear it.
+        # Only rank 0 reads `extra`; it sends it to the others.
         extra = run_on_rank_zero(self.world, lambda: loaded.extra)
-        self.trouble.restored(BadStepPolicy.from_json(extra["ladder"]), rolled_back=before is not None)
+        self.bad_steps.restore(BadStepPolicy.from_json(extra["ladder"]), rolled_back=before is not None)
         self.best, self.loss = extra["best"], extra["loss"]
-        dropped = self.scribe.folder.rewind(loaded.step)
-        RunProgress.step = self.scribe.step = loaded.step
+        dropped = self.events.folder.rewind(loaded.step)
+        RunProgress.step = self.events.step = loaded.step
         again = f"; {plural(dropped, 'step')} after it will be taken again" if dropped else ""
-        self.scribe.tell(
+        self.events.record(
             IncidentKind.RESUME,
-            f"{loaded.path.name} was found in {self.scribe.folder.root}",
+            f"{loaded.path.name} was found in {self.events.folder.root}",
             f"the run goes on from step {loaded.step}{again}",
         )
         return loaded.step
 
     # the run
 
-    def go(self) -> RunEnding:
-        """Take the steps that are left."""
+    def run_steps(self) -> RunEnding:
+        """Run the remaining steps."""
         if self.loader.step >= self.steps:
-            self.scribe.meters.say(f"{self.scribe.folder.root} has its {self.steps} steps already")
+            self.events.step_log.say(f"{self.events.folder.root} has its {self.steps} steps already")
         else:
-            self._announce()
+            self._print_header()
             if self.world.is_main:
-                remove_summary(self.scribe.folder.root)
+                remove_summary(self.events.folder.root)
         clock = StepClock()
-        self._prompt()
-        steps = self.run.over(self._noted(self.loader.windows(self.steps)), self._settles)
+        self._prepare_step()
+        steps = self.run.over(self._track_window(self.loader.windows(self.steps)), self._needs_outcome)
         while True:
-            with self._blaming("loss()"):
+            with self._job_errors("loss()"):
                 taken = next(steps, None)
             if taken is None:
-                return self._finished(None)
-            self._follow(*taken, clock)
-            if self.ending is not None and not self.run.ahead:
-                # A rank that was asked itself knows by which signal; the others know that there was one.
-                asked = self.signals.asked or self.ending
-                return self._finished(
-                    original_signal(asked, None if self.notes is None else self.notes.stopping())
+                return self._finish(None)
+            self._after_step(*taken, clock)
+            if self.stop_signal is not None and not self.run.ahead:
+                # The rank that got the signal knows which one; the others only know that there was one.
+                asked = self.signals.asked or self.stop_signal
+                return self._finish(
+                    original_signal(asked, None if self.rank_files is None else self.rank_files.stop_signal())
                 )
-            self._prompt()
+            self._prepare_step()
 
-    def _noted(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """The windows as they come, the last of them remembered while it is computed."""
+    def _track_window(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yield the windows; set `self.window` while one is computed."""
         for window in windows:
             self.window = window
             yield window
             self.window = None
 
-    def _announce(self) -> None:
+    def _print_header(self) -> None:
         choice = self.plan.choice
         words = f"micro-batch {choice.micro_batch} x {choice.accumulation} x {choice.data_parallel}"
         where = "without a GPU" if self.run.device.type == "cpu" else f"on {torch.cuda.get_device_name()}"
         spread = strategy_of(choice).describe(choice.mesh)
-        self.scribe.meters.say(
+        self.events.step_log.say(
             f"{self.task.job}, {spread}, {words} = global batch {choice.global_batch}, "
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
-        for note in self._batch_notes():
-            self.scribe.meters.say(note)
+        for note in self._describe_batch_split():
+            self.events.step_log.say(note)
         if self.run.device.type == "cpu" and not synthetic.has_bf16():
             synthetic.silence_bf16_warning()
             if choice.dtypes.is_bf16:
-                self.scribe.meters.say(f"{synthetic.NO_BF16}: {choice.precision} is slow here, use fp32")
+                self.events.step_log.say(f"{synthetic.NO_BF16}: {choice.precision} is slow here, use fp32")
         if self.world.is_main and isinstance(self.job, Job):
             for remark in self.job.remarks:
-                self.scribe.meters.say(remark)
+                self.events.step_log.say(remark)
 
-    def _batch_notes(self) -> list[str]:
-        """What becomes of a batch that is cut, where that is not what it seems."""
-        known = self.plan.workload
-        if known is None:
+    def _describe_batch_split(self) -> list[str]:
+        """Return notes on how splitting the batch affects the loss and BatchNorm."""
+        workload = self.plan.workload
+        if workload is None:
             return []
         norms = len(find_batch_norms(self.run.model))
-        stated = known.replace(batch_loss=BatchLoss(additive=True, stated=True, batch_norms=norms))
+        stated = workload.replace(batch_loss=BatchLoss(additive=True, stated=True, batch_norms=norms))
         return [
             f"{note.subject} {note.value}: {note.why}"
-            for note in batch_loss_rules.notes(stated, self.plan.choice)
+            for note in batch_loss_rules.explain_batch_loss(stated, self.plan.choice)
         ]
 
-    def _prompt(self) -> None:
-        """What the next step is to know and to ask the other ranks."""
-        news = bool(self.scribe.news)
-        self.run.asked = pack_request(StopRequest(self.signals.asked, news, self._is_due()))
-        self.run.spike_limit = self.trouble.limit
-        self.rate = learning_rate(self.run.optimizer)
+    def _prepare_step(self) -> None:
+        """Set the stop request and the spike limit of the next step."""
+        news = bool(self.events.pending)
+        self.run.asked = pack_request(StopRequest(self.signals.asked, news, self._is_checkpoint_due()))
+        self.run.spike_limit = self.bad_steps.spike_limit
+        self.learning_rate = learning_rate(self.run.optimizer)
 
-    def _follow(self, window: Window, outcome: StepOutcome, clock: StepClock) -> None:
-        """All that may follow from a step."""
-        scribe, rate = self.scribe, self.rate
-        done = scribe.step = window.step + 1
+    def _after_step(self, window: Window, outcome: StepOutcome, clock: StepClock) -> None:
+        """Handle the outcome of a step: rollback, log, evaluation, checkpoint."""
+        events, rate = self.events, self.learning_rate
+        done = events.step = window.step + 1
         time_s = clock.lap(outcome.ended_s)
         self.signals.silence_s = max(SILENCE_S, SILENCE_STEPS * time_s)
-        self.signals.step_ended()
+        self.signals.note_step_end()
         RunProgress.step = done
         request = unpack_requests(outcome.asked)
         if request.news:
-            scribe.share()
-        if self._goes_back(window, outcome):
+            events.gather_incidents()
+        if self._rolled_back(window, outcome):
             return
-        self.due = self.due or request.checkpoint
-        self.ending = self.ending or request.asked
+        self.checkpoint_due = self.checkpoint_due or request.checkpoint
+        self.stop_signal = self.stop_signal or request.asked
         if self.run.ahead:
-            # The next window has been computed already: what was asked for is done after that one.
-            self._log(window, outcome, time_s, rate, None)
+            # The next window has been computed already: save or evaluate after that one.
+            self._log_step(window, outcome, time_s, rate, None)
             return
-        validation = self._evaluated(done)
-        self._log(window, outcome, time_s, rate, validation)
-        if self._saves(done) or validation is not None:
+        validation = self._evaluate(done)
+        self._log_step(window, outcome, time_s, rate, validation)
+        if self._is_saved(done) or validation is not None:
             self._save(done, validation)
-            self.due = False
+            self.checkpoint_due = False
         if validation is not None:
             clock.restart()
 
-    def _goes_back(self, window: Window, outcome: StepOutcome) -> bool:
-        """Judge the step; True where the run went back and the step never was."""
+    def _rolled_back(self, window: Window, outcome: StepOutcome) -> bool:
+        """Handle a bad step; return True if the run went back to a checkpoint."""
         done = window.step + 1
         before = done
         if outcome.rollback_needed:
             why = "the optimizer of a rank was interrupted halfway"
         elif not outcome.skipped:
-            self.trouble.after_good(outcome.loss)
+            self.bad_steps.record_good(outcome.loss)
             self.loss = outcome.loss
             return False
-        elif not self.trouble.answer(window, outcome):
+        elif not self.bad_steps.handle(window, outcome):
             return False
         else:
-            why, before = outcome.skipped, self.trouble.since or done
-        if self._resumed(before=before) is None:
+            why, before = outcome.skipped, self.bad_steps.first_bad_step or done
+        if self._resume(before=before) is None:
             raise JobFailed(
                 f"step {done}",
                 found=f"{why}, and there is no checkpoint from before step {before} to go back to",
@@ -547,40 +557,40 @@ class TrainingLoop:
             )
         return True
 
-    def _is_due(self) -> bool:
+    def _is_checkpoint_due(self) -> bool:
         return self.world.is_main and time.monotonic() - self.saved_s >= self.task.checkpoint_s
 
-    def _settles(self, window: Window) -> bool:
-        """Whether something follows on this step that needs its outcome, before the next is computed."""
+    def _needs_outcome(self, window: Window) -> bool:
+        """Return whether a save or an evaluation after this step needs its outcome before the next passes."""
         done = window.step + 1
-        return self._saves(done) or self._evaluates(done)
+        return self._is_saved(done) or self._is_evaluated(done)
 
-    def _saves(self, done: int) -> bool:
+    def _is_saved(self, done: int) -> bool:
         by_steps = self.task.checkpoint_steps is not None and done % self.task.checkpoint_steps == 0
-        return by_steps or self.due or self.ending is not None or done == self.steps
+        return by_steps or self.checkpoint_due or self.stop_signal is not None or done == self.steps
 
     def _save(self, done: int, validation: float | None) -> None:
-        """A checkpoint, unless the weights of a rank are not what the others have."""
+        """Save a checkpoint, unless the weights of a rank differ from the others."""
         if self.run.rollback_needed():
             return
         if validation is not None and isfinite(validation):
             self.best = validation if self.best is None else min(self.best, validation)
-        extra = {"ladder": self.trouble.ladder.to_json(), "best": self.best, "loss": self.loss}
+        extra = {"ladder": self.bad_steps.policy.to_json(), "best": self.best, "loss": self.loss}
         with self.signals.busy():
-            self.keeper.save(done, self._objects(), extra, metric=validation)
+            self.checkpoints.save(done, self._checkpoint_objects(), extra, metric=validation)
             if self.faults is not None and self.faults.at("checkpoint", done, self.world.rank) == "tear":
-                self.keeper.finish()
-                tear_checkpoint(self.scribe.folder.checkpoints)
+                self.checkpoints.finish()
+                tear_checkpoint(self.events.folder.checkpoints)
         self.saved_s = time.monotonic()
 
-    def _finished(self, asked: signal.Signals | None) -> RunEnding:
-        """Everything on the disk, and the last words."""
+    def _finish(self, asked: signal.Signals | None) -> RunEnding:
+        """Finish writing all files, print the last lines, and return how the run ended."""
         with self.signals.busy():
-            saved = self.keeper.finish()
-        self.scribe.share()
+            saved = self.checkpoints.finish()
+        self.events.gather_incidents()
         if asked is not None:
             kind, who = describe_stop(asked)
-            self.scribe.tell(
+            self.events.record(
                 kind,
                 f"{who} asked for the end",
                 f"the step was finished and the checkpoint of step {saved} kept; the same command resumes",
@@ -588,59 +598,59 @@ class TrainingLoop:
         ending = RunEnding(
             step=self.loader.step, loss=self.loss, out=self.task.out, asked=asked.name if asked else ""
         )
-        self.scribe.meters.close()
+        self.events.step_log.close()
         if self.world.is_main:
             if asked is None:
-                self._sum_up()
-            self._last_words(ending)
+                self._write_summary()
+            self._print_ending(ending)
         return ending
 
-    def _sum_up(self) -> None:
-        """What came of the whole run, in its folder; kept where the run had ended before."""
-        folder, cuda = self.scribe.folder, self.run.device.type == "cuda"
+    def _write_summary(self) -> None:
+        """Write the summary of the run into its folder, unless there is one already."""
+        folder, cuda = self.events.folder, self.run.device.type == "cuda"
         if (folder.root / SUMMARY).exists():
             return
-        there = count_node_gpus() if cuda else None
+        node_gpus = count_node_gpus() if cuda else None
         summary = build_summary(
             self.task.job,
             self.plan,
-            self.scribe.attempt,
-            folder.lines(),
-            folder.events(),
+            self.events.attempt,
+            folder.read_lines(),
+            folder.read_events(),
             epoch_samples=self.loader.order.samples,
             device=torch.cuda.get_device_name() if cuda else None,
-            gpus_there=None if there is None else there * self.scribe.attempt.nodes,
+            gpus_there=None if node_gpus is None else node_gpus * self.events.attempt.nodes,
             now_s=time.time(),
         )
         try:
             write_summary(folder.root, summary)
         except OSError as error:
-            # The run is done and its weights are kept: a summary is not worth failing for.
-            self.scribe.meters.say(f"no summary could be written: {error.strerror}")
+            # The run is done and its weights are saved: do not fail for a summary.
+            self.events.step_log.say(f"no summary could be written: {error.strerror}")
 
-    def _last_words(self, ending: RunEnding) -> None:
-        folder, meters = self.scribe.folder, self.scribe.meters
+    def _print_ending(self, ending: RunEnding) -> None:
+        folder, step_log = self.events.folder, self.events.step_log
         if self.task.json:
-            events = [event.to_builtins() for event in folder.events()]
+            events = [event.to_builtins() for event in folder.read_events()]
             last = {"events": events, "steps": ending.step, "out": ending.out, "asked": ending.asked or None}
-            meters.write(json.dumps(last))
+            step_log.write(json.dumps(last))
             return
         loss = "" if ending.loss is None else f", loss {ending.loss:.4f}"
-        meters.say(f"{ending.step} of {self.steps} steps{loss}, in {folder.root}")
+        step_log.say(f"{ending.step} of {self.steps} steps{loss}, in {folder.root}")
 
-    # evaluation, lines, drills
+    # evaluation, step log, fault injection
 
-    def _evaluated(self, done: int) -> float | None:
-        if self.validation is None or not self._evaluates(done):
+    def _evaluate(self, done: int) -> float | None:
+        if self.validation is None or not self._is_evaluated(done):
             return None
         with self.signals.busy():
             return evaluate_loss(self.run, self.validation)
 
-    def _evaluates(self, done: int) -> bool:
+    def _is_evaluated(self, done: int) -> bool:
         every = self.task.evaluate_steps or self.loader.order.steps_per_epoch
         return self.validation is not None and (done % every == 0 or done == self.steps)
 
-    def _log(
+    def _log_step(
         self,
         window: Window,
         outcome: StepOutcome,
@@ -648,10 +658,10 @@ class TrainingLoop:
         rate: float | None,
         validation: float | None,
     ) -> None:
-        indices = self._indices(window)
+        indices = self._gather_indices(window)
         if not self.world.is_main:
             return
-        memory, choice = self._memory(), self.plan.choice
+        memory, choice = self._measure_memory(), self.plan.choice
         samples = outcome.samples
         tokens = count_tokens(samples, outcome.weight, getattr(self.job, "seq", None))
         share = samples / choice.global_batch
@@ -677,22 +687,22 @@ class TrainingLoop:
             indices=indices,
         )
         self._waited_s = self.loader.waited_s
-        self.scribe.folder.log(line.to_log())
-        self.scribe.meters.step(line)
+        self.events.folder.log_step(line.to_log())
+        self.events.step_log.show_step(line)
 
-    def _memory(self) -> dict[str, int]:
-        """Peaks of this process; asking takes a good part of a millisecond, so it is not done every step."""
+    def _measure_memory(self) -> dict[str, int]:
+        """Return the peak memory of this process; measured rarely, as it takes nearly a millisecond."""
         now = time.monotonic()
-        if now - self._asked_s > MEMORY_INTERVAL_S:
-            self._asked_s, self._peaks = now, self.run.memory()
+        if now - self._measured_s > MEMORY_INTERVAL_S:
+            self._measured_s, self._peaks = now, self.run.memory()
         return self._peaks
 
-    def _indices(self, window: Window) -> tuple[int, ...] | None:
-        """In a drill, which samples the ranks computed; branches and stages compute the same ones."""
+    def _gather_indices(self, window: Window) -> tuple[int, ...] | None:
+        """Gather the sample indices of all ranks if faults are injected, for tests; else return None."""
         if self.faults is None:
             return None
-        mine = window.indices if self.run.groups.counts else ()
-        return tuple(index for some in gather_values(self.world, mine) for index in some)
+        mine = window.indices if self.run.groups.counts_samples else ()
+        return tuple(index for indices in gather_values(self.world, mine) for index in indices)
 
     def _before_write(self, step: int) -> None:
         if self.faults is not None:
@@ -700,17 +710,17 @@ class TrainingLoop:
 
 
 def is_job_error(error: BaseException) -> bool:
-    """Whether an error came out of a job's code: a frame of it is neither ours nor an installed package's."""
-    ours, jobs = str(Path(__file__).parent.parent), str(Path(load.__code__.co_filename).parent)
-    frames = [one.filename for one in traceback.extract_tb(error.__traceback__)]
+    """Return whether a traceback has a frame of the job: neither trimtab nor an installed package."""
+    ours, jobs = str(Path(__file__).parent.parent), str(Path(load_job.__code__.co_filename).parent)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return any(
-        frame.startswith(jobs)
-        or not (frame.startswith((ours, "<")) or "site-packages" in frame or frame == contextlib.__file__)
-        for frame in frames
+        file.startswith(jobs)
+        or not (file.startswith((ours, "<")) or "site-packages" in file or file == contextlib.__file__)
+        for file in files
     )
 
 
 def learning_rate(optimizer: Any) -> float | None:
-    """The learning rate of the first group."""
+    """Return the learning rate of the first parameter group."""
     groups = optimizer.param_groups
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None

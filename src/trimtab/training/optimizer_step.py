@@ -1,4 +1,8 @@
-"""The optimizer step: skipped by the device itself where it can be, tried again where it changed nothing."""
+"""Run the optimizer step and the status exchange between ranks before it.
+
+A fused optimizer on CUDA is launched before the host knows whether the step is good: the device skips a bad
+step itself. The module also has the loss scale of fp16 and the environment variables of the allocator.
+"""
 
 from __future__ import annotations
 
@@ -26,35 +30,35 @@ class OptimizerInterrupted(Exception):  # noqa: N818 - it reads as a sentence in
 
 
 class OptimizerStep:
-    """Runs the optimizer, and knows whether a failed step has left a trace."""
+    """Runs the optimizer, and detects whether a failed step has changed any weights."""
 
     def __init__(self, optimizer: Any, *, clip: float | None, sharded: bool, cuda: bool) -> None:
         self.optimizer = optimizer
         self.clip = clip
-        # A fused optimizer reads on the device whether to do anything. Sharded parameters do not mix with
-        # plain tensors in one call.
+        # A fused optimizer reads on the device whether to skip the step. Sharded parameters cannot be mixed
+        # with plain tensors in one call.
         amp = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        self._called_off_on_device = amp and cuda and not sharded
+        self._can_skip_on_device = amp and cuda and not sharded
         self.before: Callable[[], Any] | None = None
-        """Called before every try: a drill may raise from it."""
-        self._of: Any = None
-        self._states = -1
-        self._ready: frozenset[int] = frozenset()
+        """Called before every attempt: fault injection may raise from it."""
+        self._watched_state: Any = None
+        self._state_count = -1
+        self._old_state_ids: frozenset[int] = frozenset()
         self._tensors: list[torch.Tensor] = []
 
     @property
-    def on_device(self) -> bool:
-        """Whether the device itself can call the step off, so that the host need not wait before it."""
-        # The first step of SGD leaves its momentum as it found the memory where it is called off.
+    def skips_on_device(self) -> bool:
+        """Whether the device itself can skip the step, so that the host need not wait before it."""
+        # If its first step is skipped, SGD keeps a momentum buffer of uninitialised memory.
         begun = bool(self.optimizer.state) or isinstance(self.optimizer, torch.optim.Adam)
-        return self._called_off_on_device and begun
+        return self._can_skip_on_device and begun
 
     def launch(
-        self, found_bad: torch.Tensor, divisor: torch.Tensor | None, release: Callable[[], None]
+        self, bad_flag: torch.Tensor, divisor: torch.Tensor | None, release: Callable[[], None]
     ) -> None:
-        """Start the step before the host knows whether it is wanted; `found_bad` decides on the device."""
+        """Launch the step before the host knows whether it is good; `bad_flag` skips it on the device."""
         optimizer = self.optimizer
-        optimizer.found_inf = found_bad
+        optimizer.found_inf = bad_flag
         optimizer.grad_scale = divisor
         try:
             self.step(release)
@@ -64,7 +68,7 @@ class OptimizerStep:
     def apply(
         self, gradients: list[torch.Tensor], norm: float, scale: float, release: Callable[[], None]
     ) -> None:
-        """Clip and unscale, then step; the host knows that it is wanted."""
+        """Clip and unscale the gradients, then step; for a step that the host knows to be good."""
         factor = 1.0 / scale
         if self.clip is not None:
             factor *= min(1.0, self.clip / (norm + 1e-6))
@@ -73,9 +77,12 @@ class OptimizerStep:
         self.step(release)
 
     def step(self, release: Callable[[], None]) -> None:
-        """The step, again after an out-of-memory that changed nothing; Interrupted after one that did."""
-        watched = self._watched()
-        versions = [one._version for one in watched]
+        """Step; retry after an out-of-memory error that changed nothing.
+
+        Raise OptimizerInterrupted after an error that changed something.
+        """
+        watched = self._watched_tensors()
+        versions = [tensor._version for tensor in watched]
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 if self.before is not None:
@@ -84,39 +91,39 @@ class OptimizerStep:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if versions != [one._version for one in watched]:
+                if versions != [tensor._version for tensor in watched]:
                     raise OptimizerInterrupted(str(error)) from error
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
             else:
                 return
-            self._forget_half_made()
+            self._drop_new_state()
             release()
             if attempt:
-                self._plainly()
+                self._disable_foreach()
 
-    def _watched(self) -> list[torch.Tensor]:
-        """Parameters and states, whose versions count up with every change in place.
+    def _watched_tensors(self) -> list[torch.Tensor]:
+        """Return parameters and optimizer state; their versions increase with every in-place change.
 
-        States that a step makes are not among them: where it fails, they are thrown away.
+        State that the step itself creates is not included: it is dropped if the step fails.
         """
         state = self.optimizer.state
-        if self._of is not state or self._states != len(state):
-            self._of, self._states = state, len(state)
-            self._ready = frozenset(id(parameter) for parameter in state)
-            found = [one for group in self.optimizer.param_groups for one in group["params"]]
-            found += [tensor for held in state.values() for tensor in _state_tensors(held)]
-            self._tensors = [getattr(one, "_local_tensor", one) for one in found]
+        if self._watched_state is not state or self._state_count != len(state):
+            self._watched_state, self._state_count = state, len(state)
+            self._old_state_ids = frozenset(id(parameter) for parameter in state)
+            tensors = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            tensors += [tensor for entry in state.values() for tensor in _state_tensors(entry)]
+            self._tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
         return self._tensors
 
-    def _forget_half_made(self) -> None:
-        """A state without all of its tensors would be taken for a whole one."""
+    def _drop_new_state(self) -> None:
+        """Drop state that the failed step created: the next step would take it for complete."""
         state = self.optimizer.state
-        for parameter in [one for one in state if id(one) not in self._ready]:
+        for parameter in [key for key in state if id(key) not in self._old_state_ids]:
             del state[parameter]
 
-    def _plainly(self) -> None:
-        """One parameter after the other: without the copies that a step over all of them at once makes."""
+    def _disable_foreach(self) -> None:
+        """Update one parameter at a time: a foreach step needs copies of all of them at once."""
         for group in self.optimizer.param_groups:
             if group.get("foreach") is not False and not group.get("fused"):
                 group["foreach"] = False
@@ -124,35 +131,33 @@ class OptimizerStep:
 
 def _state_tensors(state: Any) -> Iterator[torch.Tensor]:
     if isinstance(state, dict):
-        for one in state.values():
-            if isinstance(one, torch.Tensor):
-                yield one
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield value
 
 
-# What ranks tell each other at the end of a step: one tiny sum, judged on the device.
-#
-# The host never waits for the optimizer: the sum is copied to the host before the optimizer is launched, and
-# only that copy is waited for.
+# Status exchange: one small all-reduce at the end of a step, judged on the device. The sums are copied to the
+# host before the optimizer is launched, and the host waits only for that copy, never for the optimizer.
 
 
 class StepStatus(NamedTuple):
-    """Sums over all ranks."""
+    """Status of a step: sums over all ranks."""
 
     failed: float = 0.0
-    """Ranks that could not compute their part."""
+    """Ranks that could not compute their samples."""
     fatal: float = 0.0
-    """Ranks that cannot go on at all."""
+    """Ranks that cannot continue at all."""
     loss: float = 0.0
     squares: float = 0.0
     """The squared norm of all gradients, loss scale included."""
     weight: float = 0.0
-    """What the loss is a mean over."""
+    """Weight that the loss is a mean over: samples, or tokens."""
     samples: float = 0.0
     asked: float = 0.0
     rollback: float = 0.0
     """Ranks whose optimizer was interrupted halfway."""
     strays: float = 0.0
-    """Buffers that changed and were not known to."""
+    """Buffers that changed unexpectedly."""
     resize: float = 0.0
     """Ranks that want another micro-batch."""
 
@@ -162,31 +167,36 @@ _STOPPERS = torch.tensor([name in ("failed", "fatal", "rollback") for name in St
 
 
 class StatusExchange:
-    """Sends and receives the status of each step."""
+    """Sums the status of each step over ranks, without making the host wait for the optimizer."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._device = device
         self._size = size
         self._async = device.type == "cuda"
         length = len(StepStatus._fields)
-        self._told = torch.zeros(length, dtype=torch.float64, pin_memory=self._async)
-        self._seen = torch.zeros(length, dtype=torch.float64, pin_memory=self._async)
+        self._sent = torch.zeros(length, dtype=torch.float64, pin_memory=self._async)
+        self._received = torch.zeros(length, dtype=torch.float64, pin_memory=self._async)
         self._sums = torch.zeros(length, dtype=torch.float64, device=device)
         self._stoppers = _STOPPERS.to(device)
-        # Two in turns: they tell the time between two steps that the device ended before the host asked.
+        # Two alternating events: they measure the time between steps that ended before the host waited.
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._async else []
         self._turn = 0
-        self._before: tuple[torch.cuda.Event, float] | None = None
+        self._last_event: tuple[torch.cuda.Event, float] | None = None
         self.ended_s = 0.0
-        """When the device had the sums that wait() returned last, by time.perf_counter()."""
+        """When the device had the sums that wait() last returned, by time.perf_counter()."""
 
     def send(
-        self, told: StepStatus, *, loss: torch.Tensor | None, squares: torch.Tensor | None, weight: Any = None
+        self,
+        status: StepStatus,
+        *,
+        loss: torch.Tensor | None,
+        squares: torch.Tensor | None,
+        weight: Any = None,
     ) -> None:
-        """Sum over ranks; loss, squares and, where it is a tensor, weight are on the device already."""
-        self._told.copy_(torch.tensor(told, dtype=torch.float64))
+        """Start the sum over ranks; loss, squares and a tensor weight are on the device already."""
+        self._sent.copy_(torch.tensor(status, dtype=torch.float64))
         sums = self._sums
-        sums.copy_(self._told, non_blocking=True)
+        sums.copy_(self._sent, non_blocking=True)
         if loss is not None:
             sums[_LOSS] = loss
         if squares is not None:
@@ -195,15 +205,15 @@ class StatusExchange:
             sums[_WEIGHT] = weight
         if self._size > 1:
             dist.all_reduce(sums)
-        self._seen.copy_(sums, non_blocking=True)
+        self._received.copy_(sums, non_blocking=True)
         if self._events:
             self._turn = 1 - self._turn
             self._events[self._turn].record()
         else:
             self.ended_s = time.perf_counter()
 
-    def found_bad(self, limit: float | None) -> torch.Tensor:
-        """1.0 on the device where the update must not happen, as optimizers take `found_inf`."""
+    def bad_flag(self, limit: float | None) -> torch.Tensor:
+        """Return 1.0 on the device if the update must be skipped, as optimizers take `found_inf`."""
         sums = self._sums
         bad = ~torch.isfinite(sums[_LOSS : _SQUARES + 1]).all() | (sums * self._stoppers).any()
         if limit is not None:
@@ -211,7 +221,7 @@ class StatusExchange:
         return bad.to(torch.float32)
 
     def divisor(self, clip: float | None, scale: float) -> torch.Tensor | None:
-        """What gradients are divided by, on the device: loss scale and clipping; None where it is one."""
+        """Return the divisor of the gradients (loss scale and clipping) on the device; None if it is 1."""
         if clip is None:
             if scale == 1.0:
                 return None
@@ -220,26 +230,26 @@ class StatusExchange:
         return torch.clamp((norm / scale + _EPSILON) / clip, min=1.0).mul(scale).to(torch.float32)
 
     def wait(self) -> StepStatus:
-        """The sums, on the host."""
+        """Wait for the sums and return them, on the host."""
         if self._events:
             event = self._events[self._turn]
             late = event.query()
             event.synchronize()
             self.ended_s = time.perf_counter()
-            if late and self._before is not None:
-                # The host was busy with the next passes when the device was done with this step.
-                first, first_s = self._before
+            if late and self._last_event is not None:
+                # The device finished this step while the host was busy with the next passes.
+                first, first_s = self._last_event
                 self.ended_s = min(self.ended_s, first_s + first.elapsed_time(event) / 1e3)
-            self._before = event, self.ended_s
-        return StepStatus(*self._seen.tolist())
+            self._last_event = event, self.ended_s
+        return StepStatus(*self._received.tolist())
 
 
 _EPSILON = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ has it."""
+"""The same as in torch.nn.utils.clip_grad_norm_."""
 
 
 class StepVerdict(NamedTuple):
-    """What a status means."""
+    """What all ranks do after a status, and why."""
 
     kind: str
     why: str = ""
@@ -256,9 +266,9 @@ GOOD, REPLAY, NOT_FINITE, SPIKE, FATAL, ROLLBACK = (
 
 
 def judge_status(status: StepStatus, *, limit: float | None, scale: float = 1.0) -> StepVerdict:
-    """What all ranks do about a status; the same everywhere, since the sums are.
+    """Return what all ranks do after a status; all decide the same, since they have the same sums.
 
-    >>> judged(Status(loss=float("nan")), limit=None).why
+    >>> judge_status(StepStatus(loss=float("nan")), limit=None).why
     'the loss is nan'
     """
     from math import isfinite, sqrt
@@ -282,15 +292,12 @@ def judge_status(status: StepStatus, *, limit: float | None, scale: float = 1.0)
 
 
 def all_reduce_extreme(value: float, device: Any, size: int, *, least: bool) -> float:
-    """The least or the largest of a number over all ranks; all ranks call it."""
+    """Return the minimum (`least`) or maximum of a number over all ranks; all ranks call it."""
     if size == 1:
         return value
-    held = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(held, op=dist.ReduceOp.MIN if least else dist.ReduceOp.MAX)
-    return float(held.item())
-
-
-# The loss scale that fp16 needs, and the environment of the planned allocator.
+    tensor = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN if least else dist.ReduceOp.MAX)
+    return float(tensor.item())
 
 
 MIN_SCALE = 2.0**-10
@@ -302,26 +309,26 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 class LossScale(Noun, frozen=True, kw_only=True):
-    """What a loss is multiplied by so that fp16 gradients do not vanish; 1 where the loss is not scaled.
+    """Factor of the loss that keeps fp16 gradients from underflowing; 1 if the loss is not scaled.
 
-    Gradients are summed over ranks before they are judged, so that all ranks have the same scale always.
+    Gradients are summed over ranks before they are checked, so all ranks always have the same scale.
     """
 
     value: float = 1.0
     good: int = 0
-    """Updates since it last changed."""
+    """Updates since the last change."""
 
     @property
     def can_shrink(self) -> bool:
-        """Whether a gradient that is not finite may be an overflow of this scale."""
+        """Whether this scale may have caused a gradient that is not finite."""
         return self.value > MIN_SCALE and self.value != 1.0
 
-    def halved(self) -> LossScale:
-        """After an overflow."""
+    def after_overflow(self) -> LossScale:
+        """Return the scale after an overflow: half."""
         return LossScale(value=self.value / 2)
 
-    def after_good(self) -> LossScale:
-        """After an update: doubled where there was no overflow for long."""
+    def after_update(self) -> LossScale:
+        """Return the scale after a good update: doubled after many updates without an overflow."""
         if self.value == 1.0:
             return self
         if self.good + 1 < GROW_AFTER_UPDATES or self.value >= MAX_SCALE:
@@ -330,12 +337,12 @@ class LossScale(Noun, frozen=True, kw_only=True):
 
 
 def initial_scale(dtypes: Dtypes) -> LossScale:
-    """The scale that a run begins with."""
+    """Return the loss scale at the start of a run."""
     return LossScale(value=2.0**16) if dtypes.scales_loss else LossScale()
 
 
 def allocator_variables(setting: Setting, env: Mapping[str, str]) -> dict[str, str]:
-    """What has to be in the environment before CUDA starts, so that the allocator is the planned one.
+    """Return the environment variables for the planned allocator; set them before CUDA starts.
 
     >>> from trimtab.spec import Setting
     >>> plan = Setting(micro_batch=1, global_batch=1, allocator=Allocator.EXPANDABLE)
@@ -344,9 +351,9 @@ def allocator_variables(setting: Setting, env: Mapping[str, str]) -> dict[str, s
     """
     if setting.allocator is not Allocator.EXPANDABLE:
         return {}
-    changed = {}
+    variables = {}
     for name in ALLOCATOR_VARIABLES:
-        there = env.get(name, "")
-        if "expandable_segments" not in there:
-            changed[name] = f"{there},{_EXPANDABLE}" if there else _EXPANDABLE
-    return changed
+        current = env.get(name, "")
+        if "expandable_segments" not in current:
+            variables[name] = f"{current},{_EXPANDABLE}" if current else _EXPANDABLE
+    return variables

@@ -1,8 +1,8 @@
-"""Which process of how many this is, and how they meet.
+"""Find this process's rank, create the process group, and keep weights and buffers equal over ranks.
 
-`read` is a pure function of the environment's variables: plain python, torchrun, srun, or RANK, WORLD_SIZE
-and LOCAL_RANK set by hand. `connect` makes the process group. What is half-set, contradictory or does not
-answer is an error at once, with the variable named; never a wait of half an hour.
+`read_world` is a pure function of the environment variables of plain python, torchrun, srun, or of RANK,
+WORLD_SIZE and LOCAL_RANK set by hand. `connect` creates the process group. Missing or contradictory variables
+and an address that does not answer raise an error that names the variable, instead of a 30-minute wait.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import socket
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 ALONE, TORCHRUN, SRUN, BY_HAND = "alone", "torchrun", "srun", "by hand"
 JOIN_S = 120.0
-"""How long processes wait for each other to come, before the first one says who is missing."""
+"""Seconds that processes wait for each other before an error names the missing ranks."""
 _FIRST_PORT, _PORTS = 20_000, 20_000
-"""Where srun's processes meet, by the number of the job, unless MASTER_PORT says."""
+"""Range of the rendezvous port of srun's processes, chosen by job number unless MASTER_PORT is set."""
 _RENDEZVOUS = itertools.count()
-"""Processes that make several runs meet as often, and torchrun remembers the meetings before."""
+"""Number of the next rendezvous: a process may make several runs, and torchrun keeps the keys of old ones."""
 _LAUNCH_FIX = (
     "Start with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every "
     "process; for a single process unset them all."
@@ -56,20 +57,20 @@ class World(Noun, frozen=True, kw_only=True):
     device: str = "cpu"
     backend: str = "gloo"
     address: str | None = None
-    """Host of rank 0; None where there is nobody to meet."""
+    """Host of rank 0; None for a single process."""
     port: int | None = None
     restarts: int = 0
-    """How often torchrun has started the processes again."""
+    """How often torchrun has restarted the processes."""
     agent_listens: bool = False
     """Whether torchrun itself listens on the port, rather than rank 0."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this is rank 0, which writes files and output."""
         return self.rank == 0
 
     def faults(self) -> list[str]:
-        """A rank is one of the processes."""
+        """Return what is wrong: ranks count from 0 to size - 1."""
         wrong = check_minimum(0, rank=self.rank, local_rank=self.local_rank, node=self.node) + check_minimum(
             1, size=self.size
         )
@@ -79,7 +80,7 @@ class World(Noun, frozen=True, kw_only=True):
 
 
 class _VariableNames(NamedTuple):
-    """What a launcher calls things; the first variable that is set counts."""
+    """Names of a launcher's environment variables; the first one that is set counts."""
 
     rank: tuple[str, ...]
     size: tuple[str, ...]
@@ -94,39 +95,40 @@ _SLURM = _VariableNames(
 
 
 def read_world(env: Mapping[str, str], gpus: int = 0) -> World:
-    """The world that the variables describe, on a node where this process sees so many GPUs.
+    """Return the world that the environment variables describe; `gpus` are visible to this process.
 
-    >>> read({}).size
+    >>> read_world({}).size
     1
-    >>> read({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"}).rank
+    >>> env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    >>> read_world(env).rank
     1
     """
     launcher = _detect_launcher(env)
     if launcher == ALONE:
-        left = [name for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)]
-        if left:
+        leftover = [name for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)]
+        if leftover:
             raise _fault(
-                " and ".join(f"{name}={env[name]}" for name in left),
+                " and ".join(f"{name}={env[name]}" for name in leftover),
                 "a process group is announced, and neither RANK nor WORLD_SIZE is set",
             )
         return _assign_device(World(), gpus, env)
     names = _SLURM if launcher == SRUN else _TORCH
     size = _read_number(env, names.size, launcher, least=1)
     rank = _read_number(env, names.rank, launcher)
-    # A single process needs no number on its node.
+    # A single process needs no local rank.
     local = _read_number(env, names.local_rank, launcher, otherwise=0 if size == 1 else None)
     node = _read_number(env, names.node, launcher, otherwise=0)
     if rank >= size:
-        shown = f"{_show_variable(env, names.rank)} with {_show_variable(env, names.size)}"
-        raise _fault(shown, f"ranks count from 0, so that the highest of {size} is {size - 1}")
+        given = f"{_show_variable(env, names.rank)} with {_show_variable(env, names.size)}"
+        raise _fault(given, f"ranks count from 0, so that the highest of {size} is {size - 1}")
     world = World(rank=rank, size=size, local_rank=local, node=node, launcher=launcher)
     if size > 1:
         address, port = _slurm_address(env) if launcher == SRUN else _read_master(env)
         world = world.replace(address=address, port=port)
     if launcher == TORCHRUN:
         restarts = parse_whole(env.get("TORCHELASTIC_RESTART_COUNT", "")) or 0
-        listens = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        world = world.replace(restarts=restarts, agent_listens=listens)
+        agent_listens = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        world = world.replace(restarts=restarts, agent_listens=agent_listens)
     return _assign_device(world, gpus, env)
 
 
@@ -134,15 +136,15 @@ def _detect_launcher(env: Mapping[str, str]) -> str:
     if "TORCHELASTIC_RUN_ID" in env:
         return TORCHRUN
     hand = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in env]
-    # A batch script has SLURM_PROCID too; only what srun started has a step as well.
+    # A batch script has SLURM_PROCID too; only processes that srun started have a step as well.
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return BY_HAND if hand else ALONE
     if {"RANK", "WORLD_SIZE"} <= set(hand):
         return BY_HAND
     theirs = {"RANK": _SLURM.rank, "WORLD_SIZE": _SLURM.size, "LOCAL_RANK": _SLURM.local_rank}
     for name in hand:
-        said = next((env[their] for their in theirs[name] if their in env), None)
-        if said is not None and said.strip() != env[name].strip():
+        slurm_value = next((env[their] for their in theirs[name] if their in env), None)
+        if slurm_value is not None and slurm_value.strip() != env[name].strip():
             raise _fault(
                 f"{name}={env[name]}",
                 f"it contradicts {_show_variable(env, theirs[name])}, which srun has set",
@@ -181,10 +183,10 @@ def _show_variable(env: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _read_master(env: Mapping[str, str]) -> tuple[str, int]:
-    lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-    if lacking:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if missing:
         raise _fault(
-            f"WORLD_SIZE={env['WORLD_SIZE']}", f"{' and '.join(lacking)} is missing, where rank 0 listens"
+            f"WORLD_SIZE={env['WORLD_SIZE']}", f"{' and '.join(missing)} is missing, where rank 0 listens"
         )
     return env["MASTER_ADDR"], _parse_port(env["MASTER_PORT"])
 
@@ -197,7 +199,7 @@ def _parse_port(text: str) -> int:
 
 
 def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
-    """Where srun's processes meet: on the first host of the step, at a port that follows from the job."""
+    """Return the rendezvous of srun's processes: first host of the step, port from the job number."""
     address = env.get("MASTER_ADDR")
     if not address:
         listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
@@ -215,13 +217,13 @@ def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _assign_device(world: World, gpus: int, env: Mapping[str, str]) -> World:
-    """The world with the device of this process."""
+    """Return the world with the device of this process."""
     if not gpus:
         return world
     index = world.local_rank
     per_task = any("gpu" in env.get(name, "") for name in ("SLURM_TRES_PER_TASK",))
     if world.launcher == SRUN and gpus == 1 and (per_task or "SLURM_GPUS_PER_TASK" in env):
-        # Slurm shows every task its own GPU and no other.
+        # Slurm makes only its own GPU visible to each task.
         index = 0
     if index >= gpus:
         many = "one GPU" if gpus == 1 else f"{gpus} GPUs"
@@ -239,28 +241,24 @@ def _fault(given: str, found: str, cure: str = _LAUNCH_FIX) -> EnvironmentFault:
 
 
 def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) -> None:
-    """Make the process group; nothing for a single process.
+    """Create the process group; do nothing for a single process.
 
-    `timeout_min` is for collectives once all are there, `join_s` for coming together.
+    `timeout_min` is the timeout of collectives, `join_s` the time that ranks have to join.
     """
     if world.size == 1:
         return
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
     if world.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(world.device))
-    meeting = f"{world.restarts}.{next(_RENDEZVOUS)}"
-    store = _open_store(world, join_s, meeting)
+    rendezvous = f"{world.restarts}.{next(_RENDEZVOUS)}"
+    store = _open_store(world, join_s, rendezvous)
     options: dict[str, Any] = {}
     if world.device.startswith("cuda"):
         options["device_id"] = torch.device(world.device)
     dist.init_process_group(
         world.backend,
-        store=PrefixStore(f"group{meeting}", store),
+        store=PrefixStore(f"group{rendezvous}", store),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(minutes=timeout_min),
@@ -269,8 +267,7 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
 
 
 def connect_single(world: World) -> None:
-    """A process group of one, for what cannot do without."""
-    import torch.distributed as dist
+    """Create a process group of one process, for code that needs a group."""
     from torch._C._distributed_c10d import HashStore
 
     if not dist.is_initialized():
@@ -279,44 +276,39 @@ def connect_single(world: World) -> None:
 
 def disconnect() -> None:
     """Leave the process group, if there is one."""
-    import torch.distributed as dist
-
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _open_store(world: World, join_s: float, meeting: str) -> Any:
-    """A store in which all processes have said that they are there."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
+def _open_store(world: World, join_s: float, rendezvous: str) -> Any:
+    """Return a store that all processes have joined."""
     from torch._C._distributed_c10d import TCPStore
 
-    assert world.address is not None  # noqa: S101 - read() gives both where there is more than one
+    assert world.address is not None  # noqa: S101 - read_world() sets both for several processes
     assert world.port is not None  # noqa: S101
-    place = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}"
-    listens = world.is_main and not world.agent_listens
-    if listens:
+    address = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}"
+    is_listener = world.is_main and not world.agent_listens
+    if is_listener:
         _check_free(world.port)
     else:
         _check_answers(world.address, world.port, join_s)
     wait = timedelta(seconds=join_s)
     try:
         store = TCPStore(
-            world.address, world.port, None, is_master=listens, timeout=wait, wait_for_workers=False
+            world.address, world.port, None, is_master=is_listener, timeout=wait, wait_for_workers=False
         )
-        if store.add(f"rank{world.rank}/{meeting}", 1) > 1:
+        if store.add(f"rank{world.rank}/{rendezvous}", 1) > 1:
             raise _fault(f"RANK={world.rank}", "another process of this run has the same rank")
     except dist.DistError as error:
-        raise _fault(place, f"rank 0 does not answer as a store: {_first_line(error)}") from error
-    keys = [f"rank{number}/{meeting}" for number in range(world.size)]
+        raise _fault(address, f"rank 0 does not answer as a store: {_first_line(error)}") from error
+    keys = [f"rank{number}/{rendezvous}" for number in range(world.size)]
     try:
         store.wait(keys, wait)
     except (dist.DistError, RuntimeError) as error:
         missing = [number for number, key in enumerate(keys) if not _has_key(store, key)]
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")  # noqa: PLR2004
         raise _fault(
-            f"{place}, WORLD_SIZE={world.size}",
+            f"{address}, WORLD_SIZE={world.size}",
             f"after {join_s:.0f} s these ranks had not come: {listed or 'unknown'}",
             "Look at their output; every node must reach rank 0 by that name and port.",
         ) from error
@@ -335,10 +327,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check_free(port: int) -> None:
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind(("", port))
+            probe.bind(("", port))
         except OSError as error:
             used = error.errno == errno.EADDRINUSE
             raise _fault(
@@ -349,12 +341,12 @@ def _check_free(port: int) -> None:
 
 
 def _check_answers(address: str, port: int, join_s: float) -> None:
-    """Rank 0 may still be starting; a name that does not exist will not come to exist."""
-    place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+    """Wait until rank 0 answers, which may still be starting; fail at once if the host name is unknown."""
+    rank_zero = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     try:
         socket.getaddrinfo(address, port, proto=socket.IPPROTO_TCP)
     except OSError as error:
-        raise _fault(place, f"there is no such host: {error.strerror or error}") from error
+        raise _fault(rank_zero, f"there is no such host: {error.strerror or error}") from error
     until = time.monotonic() + join_s
     while True:
         try:
@@ -362,7 +354,7 @@ def _check_answers(address: str, port: int, join_s: float) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise _fault(
-                    place,
+                    rank_zero,
                     f"it did not answer within {join_s:.0f} s: {error.strerror or error}",
                     "Start rank 0 too, on that host; every node must reach it by that name and port.",
                 ) from error
@@ -371,68 +363,65 @@ def _check_answers(address: str, port: int, join_s: float) -> None:
             return
 
 
-# Which ranks share data and gradients, and how weights and buffers become the same on all of them.
-
-
 @dataclass(frozen=True)
 class RankGroups:
-    """Who this rank shares data and gradients with.
+    """The ranks with which this rank shares data and gradients.
 
-    Ranks that hold the same count one after the other: the ranks of the first branch, or of the first stage
-    of a pipeline, come first.
+    Ranks of the same branch, or of the same pipeline stage, have consecutive numbers, first branch or stage
+    first.
     """
 
     size: int = 1
     branch: int = 0
-    """Number of the branch that this rank computes."""
+    """Index of the branch that this rank computes."""
     stage: int = 0
-    """Number of the pipeline stage that this rank computes."""
+    """Index of the pipeline stage that this rank computes."""
     stages: int = 1
     data_rank: int = 0
     data_parallel: int = 1
     data_group: Any = None
-    """Ranks of the same branch or stage; None where these are all ranks, or this one alone."""
+    """Process group of the same branch or stage; None if that is all ranks, or this rank alone."""
     first: int = 0
     """The first rank of the same branch or stage."""
 
     @property
-    def data_alone(self) -> bool:
+    def is_data_alone(self) -> bool:
         """Whether no other rank has the same branch or stage."""
         return self.data_parallel == 1
 
     @property
-    def counts(self) -> bool:
-        """Whether samples are counted on this rank: all branches and all stages see the same ones."""
+    def counts_samples(self) -> bool:
+        """Whether this rank counts samples: branches and stages see the same ones, so only the first does."""
         return self.branch == 0 and self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the loss comes to be on this rank."""
+        """Whether this rank computes the loss."""
         return self.stage == self.stages - 1
 
     @property
-    def settles(self) -> int:
-        """The rank whose buffers count for all: the last stage of a pipeline meets all that are shared."""
+    def buffer_source(self) -> int:
+        """The rank that broadcasts shared buffers: the first of the last stage, which uses all of them."""
         return (self.stages - 1) * self.data_parallel
 
-    def next_to(self, stage: int) -> int:
-        """The rank that has another stage of the same samples."""
+    def stage_rank(self, stage: int) -> int:
+        """Return the rank that computes another stage of the same samples."""
         return stage * self.data_parallel + self.data_rank
 
 
 def make_groups(setting: Setting, world: World) -> RankGroups:
-    """The groups of a setting; every rank makes all of them, in the same order."""
+    """Create the process groups of a setting; every rank creates all of them, in the same order."""
     mesh = setting.mesh
     ranks = mesh.branch_ranks if mesh.branch > 1 else (mesh.data_parallel,) * mesh.pp
     if len(ranks) == 1:
         return RankGroups(size=world.size, data_rank=world.rank, data_parallel=world.size)
-    found = RankGroups()
+    own = RankGroups()
     first = 0
     for number, count in enumerate(ranks):
-        held = range(first, first + count)
-        group = dist.new_group(list(held)) if count > 1 else None
-        if world.rank in held:
-            found = RankGroups(
+        members = range(first, first + count)
+        group = dist.new_group(list(members)) if count > 1 else None
+        if world.rank in members:
+            own = RankGroups(
                 size=world.size,
                 branch=number if mesh.branch > 1 else 0,
                 stage=number if mesh.pp > 1 else 0,
@@ -443,31 +432,32 @@ def make_groups(setting: Setting, world: World) -> RankGroups:
                 first=first,
             )
         first += count
-    return found
+    return own
 
 
 class Buffers:
-    """Buffers that a forward pass changes: put back when a step is repeated, alike on all ranks after it."""
+    """Buffers that a forward pass changes: restored before a retry, made equal on all ranks after a step."""
 
     def __init__(
         self, entries: Sequence[tuple[torch.Tensor, Any, int]], running: frozenset[int] = frozenset()
     ) -> None:
-        """`entries` come with the group that shares them and the first rank in it; -1: nobody else has it.
+        """Take each buffer with its process group and the first rank in it; -1 if no other rank has it.
 
-        `running` names by id the running statistics of normalisations, which change without counting it.
+        `running` are the ids of running statistics of normalisation layers, which change without a
+        new version.
         """
         self._entries = list(entries)
-        self._running = [number for number, (one, *_) in enumerate(entries) if id(one) in running]
-        self._followed: list[int] | None = None
-        """Which of them change; None before the first step has shown it."""
+        self._running = [number for number, (buffer, *_) in enumerate(entries) if id(buffer) in running]
+        self._changing: list[int] | None = None
+        """Indices of the buffers that change; None before the first step."""
         self._versions: list[int] = []
         self.copies: dict[int, torch.Tensor] = {}
 
-    def begin(self) -> None:
-        """Remember what there is before a step."""
+    def save(self) -> None:
+        """Copy the buffers before a step."""
         if not self._entries:
             return
-        watched = range(len(self._entries)) if self._followed is None else self._followed
+        watched = range(len(self._entries)) if self._changing is None else self._changing
         self.copies = {}
         by_kind: dict[Any, list[int]] = {}
         for number in watched:
@@ -475,32 +465,31 @@ class Buffers:
             by_kind.setdefault((buffer.dtype, buffer.device), []).append(number)
         for (kind, _), numbers in by_kind.items():
             buffers = [self._entries[number][0] for number in numbers]
-            # Few launches for many small buffers.
+            # A foreach operation needs few kernel launches for many small buffers.
             plain = kind in (torch.float32, torch.float16, torch.bfloat16, torch.int64)
             copied = torch._foreach_add(buffers, 0) if plain else [buffer.clone() for buffer in buffers]
             self.copies.update(zip(numbers, copied, strict=True))
         self._versions = [buffer._version for buffer, *_ in self._entries]
 
-    def back(self) -> None:
-        """As they were before the step."""
+    def restore(self) -> None:
+        """Restore the values from before the step."""
         for number, copy in self.copies.items():
             buffer = self._entries[number][0]
             buffer.copy_(copy)
             self._versions[number] = buffer._version
 
-    def is_settled(self, ranks: int) -> bool:
-        """Whether it is known which of them change, and no other rank has to hear of it after a step."""
-        return not self._entries or (self._followed is not None and (ranks == 1 or not self._followed))
+    def needs_no_broadcast(self, ranks: int) -> bool:
+        """Return whether the changing buffers are known, and need no broadcast after a step."""
+        return not self._entries or (self._changing is not None and (ranks == 1 or not self._changing))
 
-    def strays(self) -> int:
-        """How many have changed that are not known to."""
-        known = () if self._followed is None else self._followed
-        return len(set(self._changed()).difference(known))
+    def count_unexpected(self) -> int:
+        """Return how many buffers have changed that were not known to change."""
+        return len(set(self._find_changed()).difference(self._changing or ()))
 
-    def learn(self, device: Any) -> None:
-        """All ranks agree on which buffers change; all call it when the status says that one has strays."""
-        mine = {*self._changed(), *(self._followed or ())}
-        # First what all ranks hold, then what only those of this branch hold: other branches have other ones.
+    def agree_on_changed(self, device: Any) -> None:
+        """Agree over all ranks on which buffers change; all call it if the status has unexpected ones."""
+        mine = {*self._find_changed(), *(self._changing or ())}
+        # First the buffers that all ranks have, then those of this branch only: branches have different ones.
         for shared in (True, False):
             numbers = [
                 number
@@ -512,19 +501,19 @@ class Buffers:
                 mask = torch.tensor(flags, dtype=torch.int64, device=device)
                 dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._entries[numbers[0]][1])
                 mine |= {number for number, flag in zip(numbers, mask.tolist(), strict=True) if flag}
-        self._followed = sorted(mine)
+        self._changing = sorted(mine)
 
-    def settle(self) -> None:
-        """After a step: rank 0's values on all ranks."""
-        if self._entries and self._followed is None:
-            self._followed = []
+    def broadcast_changed(self) -> None:
+        """After a step: give all ranks the source rank's values of the changing buffers."""
+        if self._entries and self._changing is None:
+            self._changing = []
         self.copies = {}
-        for number in self._followed or ():
+        for number in self._changing or ():
             buffer, group, source = self._entries[number]
             if source >= 0:
                 dist.broadcast(buffer, source, group=group)
 
-    def _changed(self) -> list[int]:
+    def _find_changed(self) -> list[int]:
         if not self._versions:
             return []
         counted = [
@@ -536,7 +525,7 @@ class Buffers:
 
 
 def find_running_statistics(model: nn.Module) -> frozenset[int]:
-    """Buffers of normalisations that follow the batches, by id."""
+    """Return the ids of the running statistics of normalisation layers."""
     return frozenset(
         id(buffer)
         for module in model.modules()
@@ -546,15 +535,15 @@ def find_running_statistics(model: nn.Module) -> frozenset[int]:
 
 
 def synchronize_tensors(tensors: Iterable[tuple[torch.Tensor, Any, int]], device: Any) -> int:
-    """Give every rank the first rank's values where they differ; how many did.
+    """Give every rank the first rank's values of tensors that differ; return how many did.
 
-    Sums tell whether ranks differ, so that large models that all have read from one file are not sent around.
+    Checksums are compared first, so that a large model which all ranks read from one file is not sent.
     """
     by_group: dict[int, list[tuple[torch.Tensor, Any, int]]] = {}
     for tensor, group, source in tensors:
         if source >= 0:
             by_group.setdefault(id(group), []).append((tensor, group, source))
-    unlike = 0
+    different = 0
     for entries in by_group.values():
         group = entries[0][1]
         sums = torch.stack([_fingerprint(tensor) for tensor, *_ in entries]).to(device)
@@ -564,18 +553,18 @@ def synchronize_tensors(tensors: Iterable[tuple[torch.Tensor, Any, int]], device
         differs = (most != least).any(dim=1).tolist()
         for (tensor, _, source), other in zip(entries, differs, strict=True):
             if other:
-                unlike += 1
+                different += 1
                 broadcast_tensor(tensor, source, group)
-    return unlike
+    return different
 
 
 def broadcast_tensor(tensor: torch.Tensor, source: int = 0, group: Any = None) -> None:
-    """Give a tensor the values of one rank, on all ranks of a group."""
-    whole = tensor.detach()
-    sent = whole.contiguous()
+    """Copy a tensor from the source rank to all ranks of a group."""
+    target = tensor.detach()
+    sent = target.contiguous()
     dist.broadcast(sent, source, group=group)
-    if sent is not whole:
-        whole.copy_(sent)
+    if sent is not target:
+        target.copy_(sent)
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -586,5 +575,5 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     if not values.is_floating_point():
         values = values.to(torch.float64)
     total = torch.stack([values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)])
-    # Comparing with not-a-number would find ranks unlike that are alike.
+    # NaN is not equal to itself: equal ranks would seem different.
     return torch.nan_to_num(total)

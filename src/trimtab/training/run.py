@@ -1,13 +1,14 @@
-"""Run: a setting carried out, for loops of one's own.
+"""trimtab.Run: carry out a plan or a setting in your own training loop.
 
     with trimtab.Run("plan.json") as run:
         model, optimizer = run.prepare(model, optimizer, loss=loss)
         for window in run.loader(dataset):
             outcome = run.step(window)
 
-A step is exact: parts of any size, any number of ranks and token-weighted losses give the gradient of the
-whole global batch. A step also holds: out of memory, the same samples are tried again in smaller parts; not
-a number, they are tried once more and then skipped. Ranks agree through one tiny sum at the end of a step.
+A step is exact: micro-batches ("parts") of any size, any number of ranks and token-weighted losses give the
+gradient of the whole global batch. A step recovers: after an out-of-memory error the same samples are
+computed again in smaller parts; after NaN they are tried once more and then skipped. Ranks agree through one
+small all-reduce at the end of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from trimtab.engine.precision import set_tf32_flags
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import samples_in
-from trimtab.jobs.load import load
+from trimtab.jobs.load import load_job
 from trimtab.planner import validity
 from trimtab.spec import Plan, Setting
 from trimtab.strategies import usual_strategy
@@ -57,7 +58,7 @@ _REDUCE_OPS = {
 class Run:
     """One process of a training run."""
 
-    def __init__(  # noqa: PLR0913 - all but the plan are rarely given
+    def __init__(  # noqa: PLR0913 - all but the plan are rarely used
         self,
         plan: Plan | Setting | str | Path | None = None,
         *,
@@ -69,16 +70,16 @@ class Run:
         join_s: float = process_group.JOIN_S,
         connected: World | None = None,
     ) -> None:
-        """`plan` is a Plan, its file, a Setting, or nothing: then all samples of a batch go at once.
+        """Take a Plan, its file, a Setting, or no plan: then each batch is one micro-batch.
 
-        `connected` is the world of a caller who has made the process group, and will leave it.
+        `connected` is the world of a caller that creates and destroys the process group itself.
         """
-        self.job = load(job) if isinstance(job, str) else job
+        self.job = load_job(job) if isinstance(job, str) else job
         self.plan = validity.read_plan_file(Path(plan)) if isinstance(plan, str | Path) else plan
         gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
         self._connects = connected is None
         self.world: World = connected or process_group.read_world(os.environ, gpus)
-        self.setting = self._chosen()
+        self.setting = self._choose_setting()
         prepare_module.check_world_size(self.setting, self.world)
         self.torch_device = torch.device(self.world.device)
         if self.torch_device.type == "cuda":
@@ -89,29 +90,29 @@ class Run:
         self.groups = make_groups(self.setting, self.world)
         self._stepper = Stepper(self.setting, self.world, self.groups, faults=faults, listen=listen)
         self.ahead = False
-        """Whether the passes of the next window have been computed already, in over()."""
-        self._moved = False
+        """Whether over() has already run the passes of the next window."""
+        self._was_restored = False
 
-    # who and where
+    # rank, device and state
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0."""
+        """Rank of this process, from 0."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Total number of processes."""
         return self.world.size
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its node."""
+        """Rank of this process on its node."""
         return self.world.local_rank
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this is rank 0, which writes files and output."""
         return self.world.is_main
 
     @property
@@ -121,12 +122,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps taken, skipped ones included."""
+        """Number of optimizer steps so far, including skipped ones."""
         return self._stepper.steps
 
     @property
     def asked(self) -> float:
-        """Summed over ranks in the next step, and handed back in its Outcome."""
+        """A number of your own that the next step sums over ranks; the sum is in StepOutcome.asked."""
         return self._stepper.asked
 
     @asked.setter
@@ -135,7 +136,7 @@ class Run:
 
     @property
     def spike_limit(self) -> float | None:
-        """A loss above it counts as not a number."""
+        """A step with a loss above this limit is treated like one with a NaN loss; None for no limit."""
         return self._stepper.spike_limit
 
     @spike_limit.setter
@@ -145,23 +146,23 @@ class Run:
     @property
     def model(self) -> Any:
         """The module that prepare() returned."""
-        return self._stepper.ready().model
+        return self._stepper.get_prepared().model
 
     @property
     def optimizer(self) -> Any:
         """The optimizer that prepare() returned."""
-        return self._stepper.ready().updater.optimizer
+        return self._stepper.get_prepared().updater.optimizer
 
     @property
     def micro_batch(self) -> int:
-        """Samples in a part, as of now."""
-        return self._stepper.ready().fitting.sizes.current
+        """Current number of samples in a micro-batch."""
+        return self._stepper.get_prepared().fitter.sizes.current
 
-    def _chosen(self) -> Setting:
+    def _choose_setting(self) -> Setting:
         if isinstance(self.plan, Plan):
             return self.plan.choice
         if isinstance(self.plan, Setting):
-            # One that was written by hand may have plain words where the choices are.
+            # A setting written by hand may have plain strings instead of enum members.
             return Setting.from_builtins(self.plan.to_builtins())
         if self.plan is not None:
             raise WrongUse(
@@ -170,7 +171,7 @@ class Run:
                 cure="Give what trimtab.plan() returns, or the file that `trimtab plan --json` wrote.",
             )
         size = self.world.size
-        # Without a plan and a job there is no limit but what a batch brings.
+        # Without a plan and a job, the batch that the caller passes is the only limit.
         batch = int(getattr(self.job, "global_batch", 0) or size * 2**20)
         strategy, mesh = usual_strategy(size)
         return Setting(
@@ -182,17 +183,17 @@ class Run:
 
     @property
     def schedule(self) -> Any:
-        """The LR scheduler that is stepped with every update; None where there is none."""
-        return self._stepper.ready().schedule
+        """The LR scheduler, which is stepped with every update; None if there is none."""
+        return self._stepper.get_prepared().schedule
 
     @property
     def branches(self) -> int:
-        """Groups of ranks that each compute a term of the loss; 1 where every rank computes all of it."""
+        """Number of rank groups that each compute one branch of the loss; 1 without branches."""
         return self.setting.mesh.branch
 
-    # getting ready
+    # preparation
 
-    def prepare(  # noqa: PLR0913 - the parts of a step
+    def prepare(  # noqa: PLR0913 - each is optional
         self,
         model: Any = None,
         optimizer: Any = None,
@@ -202,16 +203,16 @@ class Run:
         clip: float | None = None,
         schedule: Any = None,
     ) -> tuple[Any, Any]:
-        """Place, cast, spread and compile a model, and give it its optimizer.
+        """Place, cast, distribute and compile a model, and return it with its optimizer.
 
-        `optimizer` is one, or a function that makes one of parameters. `loss(model, batch)` is for step();
-        `weight(batch)` says what it is a mean over, samples without it. `clip` bounds the norm of the whole
-        gradient. `schedule` is an LR scheduler, or a function that makes one of the optimizer; it is stepped
-        with every update. What is not given comes from the job.
+        `optimizer` is an optimizer, or a function of the parameters that returns one. step() needs
+        `loss(model, batch)`; `weight(batch)` is what it is a mean over, by default samples. `clip` is the
+        maximum norm of the whole gradient. `schedule` is an LR scheduler, or a function of the optimizer that
+        returns one; it is stepped with every update. Missing arguments come from the job.
         """
         if self._stepper.prepared is not None:
             raise WrongUse("run.prepare()", found="it was called twice", cure="Make a second Run.")
-        ready = self._stepper.prepare(
+        prepared = self._stepper.prepare(
             prepare_module.PrepareRequest(
                 job=self.job, model=model, optimizer=optimizer, loss=loss, weight=weight, clip=clip,
                 schedule=schedule, setting=self.setting, world=self.world, groups=self.groups,
@@ -219,10 +220,10 @@ class Run:
                 pinned=isinstance(self.plan, Plan) and "micro_batch" in self.plan.policy.pins,
             )
         )  # fmt: skip
-        return ready.model, ready.updater.optimizer
+        return prepared.model, prepared.updater.optimizer
 
     def loader(self, dataset: Any, seed: int = 0) -> Loader:
-        """Windows of this rank: its samples of each global batch."""
+        """Return a loader of windows: this rank's samples of each global batch."""
         return Loader(
             dataset=dataset,
             order=build_sample_order(dataset, self.setting.global_batch, seed),
@@ -237,9 +238,9 @@ class Run:
     # one optimizer step
 
     def step(self, batch: Any) -> StepOutcome:
-        """One optimizer step with a window of loader(), or with this rank's share of a batch of one's own."""
-        ready = self._stepper.ready()
-        if ready.loss is None:
+        """Run one optimizer step with a window of loader(), or with this rank's share of your own batch."""
+        prepared = self._stepper.get_prepared()
+        if prepared.loss is None:
             raise WrongUse(
                 "run.step()",
                 found="prepare() was given no loss, and the run no job",
@@ -247,53 +248,53 @@ class Run:
             )
         for part in self.parts(batch):
             with part:
-                part.backward(ready.loss(ready.model, part.batch))
+                part.backward(prepared.loss(prepared.model, part.batch))
         return self.update()
 
     def over(
         self, windows: Iterable[Window], settles: Callable[[Window], bool] | None = None
     ) -> Iterator[tuple[Window, StepOutcome]]:
-        """Steps over windows, each with its outcome, in order; what comes of it is the same as with step().
+        """Yield each window with the outcome of its step, in order; the results are the same as with step().
 
-        Where the device itself decides whether an update happens, the host does not wait for the outcome: it
-        hands out the passes of the next window meanwhile, and says so in `ahead`. After a window for which
-        `settles` is true it does wait: what is saved or evaluated then is the state after that step.
+        If the device itself can skip an update, the host does not wait for the outcome: it launches the
+        passes of the next window meanwhile, and sets `ahead`. After a window for which `settles` is true it
+        does wait, so that you can save or evaluate the state after exactly that step.
         """
         stepper = self._stepper
         flight: StepInFlight | None = None
         for window in windows:
-            passes = stepper.passes(window) if stepper.flies() else None
+            passes = stepper.run_passes(window) if stepper.can_run_ahead() else None
             if flight is not None:
                 before, flight = flight, None
-                good = stepper.landed(before)
-                # What was computed on top of a bad step is thrown away.
+                good = stepper.finish_in_flight(before)
+                # Discard passes that were computed on top of a bad step.
                 passes = passes if good else None
-                self.ahead, self._moved = passes is not None, False
+                self.ahead, self._was_restored = passes is not None, False
                 yield before.window, self.update()
                 self.ahead = False
-                if self._moved:
-                    # The run has gone back: this window comes again when its time has come.
-                    stepper.ready().wiring.begin()
+                if self._was_restored:
+                    # The run went back to a checkpoint: the loader will return this window again.
+                    stepper.get_prepared().gradients.start_attempt()
                     continue
             if passes is None:
                 yield window, self.step(window)
                 continue
-            stepper.take_off(passes)
+            stepper.start_update(passes)
             if settles is not None and settles(window):
-                stepper.landed(passes)
+                stepper.finish_in_flight(passes)
                 yield window, self.update()
             else:
                 flight = passes
         if flight is not None:
-            stepper.landed(flight)
+            stepper.finish_in_flight(flight)
             yield flight.window, self.update()
 
     def parts(self, batch: Any) -> Iterator[MicroBatch]:
-        """The parts of a step, again and in other sizes until all ranks have succeeded; update() follows."""
-        return self._stepper.parts(batch)
+        """Yield the micro-batches ("parts") of a step, again in other sizes until all ranks succeed."""
+        return self._stepper.micro_batches(batch)
 
     def update(self) -> StepOutcome:
-        """Finish the step whose parts() have been gone through."""
+        """Finish the step after the loop over parts(), and return its outcome."""
         outcome, self._stepper.outcome = self._stepper.outcome, None
         if outcome is None:
             raise WrongUse(
@@ -303,31 +304,31 @@ class Run:
             )
         return outcome
 
-    # for everybody
+    # collectives, memory and checkpoints
 
     def all_reduce(self, value: Any, op: str = "sum") -> Any:
-        """A number or a tensor over all ranks: sum, mean, max or min. All ranks call it."""
+        """Reduce a number or a tensor over all ranks: sum, mean, max or min. All ranks call it."""
         if op not in _REDUCE_OPS:
             raise WrongUse(
                 f"op {op!r}", found="there is no such operation", cure=f"Use {', '.join(_REDUCE_OPS)}."
             )
         if isinstance(value, torch.Tensor):
-            held = value.detach().clone().to(self.torch_device)
+            reduced = value.detach().clone().to(self.torch_device)
         else:
-            held = torch.tensor(value, dtype=torch.float64, device=self.torch_device)
+            reduced = torch.tensor(value, dtype=torch.float64, device=self.torch_device)
         if self.size > 1:
-            dist.all_reduce(held, op=_REDUCE_OPS[op])
+            dist.all_reduce(reduced, op=_REDUCE_OPS[op])
         if op == "mean":
-            held = held / self.size
-        return held if isinstance(value, torch.Tensor) else type(value)(held.item())
+            reduced = reduced / self.size
+        return reduced if isinstance(value, torch.Tensor) else type(value)(reduced.item())
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called it."""
         if self.size > 1:
             optimizer_step.all_reduce_extreme(0.0, self.torch_device, self.size, least=True)
 
     def rollback_needed(self) -> bool:
-        """Whether the optimizer of a rank was interrupted halfway in the last step. All ranks call it."""
+        """Return whether a rank's optimizer was interrupted halfway in the last step. All ranks call it."""
         return bool(
             optimizer_step.all_reduce_extreme(
                 float(self._stepper.rollback), self.torch_device, self.size, least=False
@@ -335,7 +336,7 @@ class Run:
         )
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this process on its device, now and at the peak; empty on a CPU."""
+        """Return this process's bytes on its device, now and at the peak; empty on a CPU."""
         if self.torch_device.type != "cuda":
             return {}
         device = self.torch_device
@@ -347,68 +348,68 @@ class Run:
         }
 
     def state(self) -> dict[str, Any]:
-        """What this rank has learnt, for a checkpoint: plain numbers."""
+        """Return this rank's step count, loss scale and micro-batch sizes, for a checkpoint."""
         stepper = self._stepper
-        sizes = stepper.prepared.fitting.sizes.to_builtins() if stepper.prepared is not None else None
+        sizes = stepper.prepared.fitter.sizes.to_builtins() if stepper.prepared is not None else None
         return {"steps": stepper.steps, "scale": stepper.scale.to_builtins(), "sizes": sizes}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what state() said; a micro-batch is taken over where the plan still means the same."""
+        """Continue from a saved state(); the micro-batch is restored only if the planned one is the same."""
         stepper = self._stepper
         stepper.steps = int(state.get("steps", stepper.steps))
         if state.get("scale") and stepper.scale.value != 1.0:
             stepper.scale = LossScale.from_builtins(state["scale"])
-        stepper.rollback, self._moved = False, True
+        stepper.rollback, self._was_restored = False, True
         if state.get("sizes") and stepper.prepared is not None:
             saved = MicroBatchSizes.from_builtins(state["sizes"])
-            if saved.planned == stepper.prepared.fitting.sizes.planned:
-                stepper.prepared.fitting.sizes = saved
+            if saved.planned == stepper.prepared.fitter.sizes.planned:
+                stepper.prepared.fitter.sizes = saved
 
     def on_device(self, batch: Any) -> Any:
-        """A batch, where this process computes."""
+        """Return a batch on the device of this process."""
         return move_to_device(batch, self.torch_device)
 
     def loss_of(self, batch: Any) -> torch.Tensor:
-        """This rank's loss of a batch that is on the device, for passes of one's own.
+        """Return this rank's loss of a batch that is on the device, for your own passes.
 
-        In a pipeline all stages ask for it, without gradients; all but the last get nought.
+        In a pipeline all stages call it, without gradients; all but the last get zero.
         """
-        ready = self._stepper.ready()
-        assert ready.loss is not None  # noqa: S101 - there is a job
-        compute = ready.loss
-        if ready.pipe is not None:
-            return ready.pipe.evaluated(lambda: compute(ready.model, batch))
-        loss: torch.Tensor = compute(ready.model, batch)
+        prepared = self._stepper.get_prepared()
+        assert prepared.loss is not None  # noqa: S101 - there is a job
+        compute = prepared.loss
+        if prepared.pipe is not None:
+            return prepared.pipe.evaluate(lambda: compute(prepared.model, batch))
+        loss: torch.Tensor = compute(prepared.model, batch)
         return loss
 
-    def passed(self, batch: Any) -> torch.Tensor | None:
-        """A forward and a backward pass over a batch that is on the device, in quiet(); its loss.
+    def forward_backward(self, batch: Any) -> torch.Tensor | None:
+        """Run forward and backward over a batch on the device, inside of quiet(); return the loss.
 
-        None where it comes to be on another rank: in a pipeline all stages call it.
+        In a pipeline all stages call it, and all but the last get None.
         """
-        ready = self._stepper.ready()
-        assert ready.loss is not None  # noqa: S101 - there is a job
-        compute = ready.loss
+        prepared = self._stepper.get_prepared()
+        assert prepared.loss is not None  # noqa: S101 - there is a job
+        compute = prepared.loss
 
         def loss() -> torch.Tensor:
             with self.computing():
-                found: torch.Tensor = compute(ready.model, batch)
-            return found
+                value: torch.Tensor = compute(prepared.model, batch)
+            return value
 
-        if ready.pipe is not None:
-            return ready.pipe.passed(loss)
-        whole = loss()
-        whole.backward()
-        return whole.detach()
+        if prepared.pipe is not None:
+            return prepared.pipe.forward_backward(loss)
+        total = loss()
+        total.backward()
+        return total.detach()
 
     def weight_of(self, batch: Any) -> float:
-        """What the loss of a batch is a mean over."""
-        ready = self._stepper.ready()
-        return float(samples_in(batch) if ready.weight is None else ready.weight(batch))
+        """Return the weight of a batch: what its loss is a mean over."""
+        prepared = self._stepper.get_prepared()
+        return float(samples_in(batch) if prepared.weight is None else prepared.weight(batch))
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Autocast as in a part, for passes of one's own."""
+        """Autocast as in a step, for your own passes."""
         with contextlib.ExitStack() as stack:
             if self._stepper.autocast is not None:
                 stack.enter_context(torch.autocast(self.torch_device.type, dtype=self._stepper.autocast))
@@ -416,26 +417,26 @@ class Run:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Passes of one's own that tell no other rank anything and do not compile; gradients are dropped.
+        """Run your own passes without gradient reduction or compilation; gradients are dropped.
 
-        Sharded parameters still gather: all ranks have to make the same passes.
+        Sharded parameters are still gathered: all ranks must run the same passes.
         """
-        ready = self._stepper.ready()
-        if ready.compiling is not None:
-            ready.compiling.off()
+        prepared = self._stepper.get_prepared()
+        if prepared.compiling is not None:
+            prepared.compiling.disable()
         try:
-            ready.wiring.begin()
+            prepared.gradients.start_attempt()
             yield
         finally:
-            ready.wiring.begin()
+            prepared.gradients.start_attempt()
 
     def close(self) -> None:
-        """Leave the other processes; the model stays usable."""
-        ready = self._stepper.prepared
-        if ready is not None:
-            ready.wiring.close()
-            if ready.compiling is not None:
-                ready.compiling.off()
+        """Leave the process group; the model stays usable."""
+        prepared = self._stepper.prepared
+        if prepared is not None:
+            prepared.gradients.close()
+            if prepared.compiling is not None:
+                prepared.compiling.disable()
         if self._connects:
             process_group.disconnect()
 

@@ -1,4 +1,8 @@
-"""Carries a step through: parts, attempts, what ranks say to each other, and what is done about it."""
+"""Run one optimizer step on a rank: micro-batches, retries, the status exchange and the recovery.
+
+A step is repeated with smaller micro-batches after an out-of-memory error, and once more if its loss is NaN
+or too large. All ranks take the same decision, from the status that they sum at the end of every attempt.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from trimtab.engine.additive_loss import find_batch_norms
 from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
-from trimtab.jobs.job import is_cached
+from trimtab.jobs.job import has_embeddings
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training import optimizer_step
 from trimtab.training import prepare as prepare_module
@@ -32,19 +36,19 @@ if TYPE_CHECKING:
     from trimtab.training.process_group import RankGroups, World
 
     Faults = Any
-    """What is asked at "forward", "backward", "gradient" and "optimizer": at(point, step, rank)."""
+    """Fault injection: at(point, step, rank), with the points forward, backward, gradient and optimizer."""
 
 MAX_ATTEMPTS = 40
-"""Of one step; more means that something else than memory or numbers is wrong."""
+"""Attempts at one step; more mean that the cause is neither memory nor NaN."""
 _COMPILER_FAILED = "the compiler failed"
 _OTHER_STAGE_FAILED = "another stage failed"
 SINGLE_SAMPLE_RETRIES = 3
-"""How often one sample is tried again: others may have had the memory for a moment."""
+"""Retries with a single sample: another process may have used the memory for a moment."""
 
 
 @dataclass(kw_only=True)
 class StepInFlight:
-    """A step whose outcome is not known yet, and what repeating it would begin with."""
+    """A step whose outcome is not known yet, and the state that a retry would start from."""
 
     window: Window
     total: Any
@@ -54,14 +58,14 @@ class StepInFlight:
     copies: dict[int, torch.Tensor]
     """Buffers before the step."""
     attempts: int = 0
-    parts: int = 0
+    micro_batches: int = 0
     failed_at: int | None = None
     limit: float | None = None
-    """The spike limit that the device has judged by."""
+    """The spike limit that the device has used."""
 
 
 class Stepper:
-    """The steps of one process; Run is its face."""
+    """Runs the steps of one process; Run is its public interface."""
 
     def __init__(
         self,
@@ -93,93 +97,99 @@ class Stepper:
         self._window: Window | None = None
         self._open = self._rehearsing = False
         self._arrived = 0
-        self._strikes_at = 1
+        self._fault_after = 1
         self._random = torch.empty(0)
         self._device_random: torch.Tensor | None = None
-        self._pieces: tuple[int, list[tuple[Any, Any]]] | None = None
-        self._sample: Any = None
-        """One that counted, of whichever rank: what a rank whose share counts for nothing runs along with."""
-        self._void = False
-        """Whether no sample that counts was met yet, on any rank."""
-        self.caching: CachedSteps | None = None
-        """How a job that gives embed() and loss_of() computes a step."""
-        self.divisible: SplitGuard | None = None
-        """Whether the batch may be cut; None where gradient caching does it."""
+        self._weighed: tuple[int, list[tuple[Any, Any]]] | None = None
+        self._counting_sample: Any = None
+        """A sample with weight, of any rank, for passes of a rank whose own samples have none."""
+        self._nothing_counts = False
+        """Whether no rank has had a sample with weight yet."""
+        self.cached_steps: CachedSteps | None = None
+        """Runs the steps of a job with embed() and loss_of(); None for other jobs."""
+        self.split_guard: SplitGuard | None = None
+        """Checks whether the batch may be split; None with gradient caching, which splits any batch."""
 
-    def prepare(self, wanted: prepare_module.PrepareRequest) -> prepare_module.PreparedRun:
-        """Make everything ready for the first step."""
-        is_cutting = wanted.loss is None and is_cached(wanted.job)
-        if not is_cutting:
-            self.divisible = SplitGuard(self, wanted.job)
-            self.divisible.check_statement()
-        mid_backward = self.mid_backward if self.faults is not None else None
-        self.prepared = prepare_module.prepare(wanted, self.say_compile, mid_backward)
-        self._strikes_at = max(1, self.prepared.wiring.arrivals // 3)
-        if is_cutting:
-            self.caching = CachedSteps(self, wanted.job)
-            # loss_of() itself says what it is a mean over.
+    def prepare(self, request: prepare_module.PrepareRequest) -> prepare_module.PreparedRun:
+        """Prepare model and optimizer for the first step."""
+        uses_caching = request.loss is None and has_embeddings(request.job)
+        if not uses_caching:
+            self.split_guard = SplitGuard(self, request.job)
+            self.split_guard.check_statement()
+        on_gradient = self.on_gradient if self.faults is not None else None
+        self.prepared = prepare_module.prepare(request, self.report_compile, on_gradient)
+        self._fault_after = max(1, self.prepared.gradients.max_arrivals // 3)
+        if uses_caching:
+            self.cached_steps = CachedSteps(self, request.job)
+            # loss_of() itself defines what it is a mean over.
             self.prepared.weight = None
         return self.prepared
 
-    def parts(self, batch: Any) -> Iterator[MicroBatch]:
-        """The parts of a step, again and in other sizes until all ranks have succeeded; update() follows."""
-        ready = self.ready()
+    def micro_batches(self, batch: Any) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a step; repeat in other sizes until all ranks succeed."""
+        prepared = self.get_prepared()
         self.outcome = None
-        window, total = self._opened(ready, batch)
-        self._remember(ready)
-        if not ready.wiring.rehearsed:
-            yield from self._rehearsal(ready, window)
-        yield from self._attempts(ready, window, total)
+        window, total = self._open_step(prepared, batch)
+        self._save_state(prepared)
+        if not prepared.gradients.is_rehearsed:
+            yield from self._rehearse(prepared, window)
+        yield from self._attempts(prepared, window, total)
 
     def _attempts(
         self,
-        ready: prepare_module.PreparedRun,
+        prepared: prepare_module.PreparedRun,
         window: Window,
         total: Any,
         *,
         attempts: int = 0,
         bad: int = 0,
     ) -> Iterator[MicroBatch]:
-        """One attempt after the other, until one stands or is skipped."""
+        """Yield the micro-batches of attempt after attempt, until one succeeds or the step is skipped."""
         while True:
             attempts += 1
             _check_attempts(window, attempts)
-            self._start_over(ready)
-            parts = self._split(ready, window, total)
+            self._start_attempt(prepared)
+            micro_batches = self._make_micro_batches(prepared, window, total)
             failed_at = None
-            if ready.pipe is not None:
-                # Forward and backward of the parts take turns: nobody else can say when.
-                failed_at = self._piped(ready, ready.pipe, parts)
-            elif self.caching is not None:
-                failed_at = self.caching.run(ready, parts)
+            if prepared.pipe is not None:
+                # The schedule alternates forward and backward passes, so the caller cannot run them.
+                failed_at = self._run_pipeline(prepared, prepared.pipe, micro_batches)
+            elif self.cached_steps is not None:
+                failed_at = self.cached_steps.run(prepared, micro_batches)
             else:
-                for part in parts:
-                    yield part
-                    if part.error is None and not part.done:
+                for micro_batch in micro_batches:
+                    yield micro_batch
+                    if micro_batch.error is None and not micro_batch.done:
                         raise WrongUse(
                             "run.parts()", found="a part was not used", cure="Enter it: `with part:`."
                         )
-                    if part.error is not None:
-                        failed_at = part.number
+                    if micro_batch.error is not None:
+                        failed_at = micro_batch.number
                         break
             if failed_at is not None:
-                self._recover(ready, window, parts[failed_at])
-                alone = not ready.wiring.sent_any and not ready.wiring.equal_parts and self.caching is None
+                self._recover(prepared, window, micro_batches[failed_at])
+                alone = (
+                    not prepared.gradients.sent_any
+                    and not prepared.gradients.equal_micro_batches
+                    and self.cached_steps is None
+                )
                 if self._fatal is None and alone:
-                    # Nobody has heard of it: the others wait, and this rank tries again.
+                    # No other rank knows of the failure yet: they wait, and this rank tries again.
                     continue
-            verdict, heard = self._close(ready, window, failed_at, len(parts))
-            again = self._answer(ready, window, verdict, heard, bad)
+            verdict, status = self._finish_attempt(prepared, window, failed_at, len(micro_batches))
+            again = self._decide_retry(prepared, window, verdict, status, bad)
             if again is None:
-                self._end(ready, window, heard, verdict, attempts=attempts, parts=len(parts))
+                self._record_outcome(
+                    prepared, window, status, verdict, attempts=attempts, passes=len(micro_batches)
+                )
                 return
             bad += again
 
-    def _piped(
-        self, ready: prepare_module.PreparedRun, pipe: PipelineRunner, parts: list[MicroBatch]
+    def _run_pipeline(
+        self, prepared: prepare_module.PreparedRun, pipe: PipelineRunner, micro_batches: list[MicroBatch]
     ) -> int | None:
-        """The parts of an attempt through this stage of a pipeline; the part that failed, if one did."""
-        loss = ready.loss
+        """Run the micro-batches through this pipeline stage; return the index of a failed one, else None."""
+        loss = prepared.loss
         if loss is None:
             raise WrongUse(
                 "strategy pipeline",
@@ -187,242 +197,256 @@ class Stepper:
                 cure="Give prepare(loss=...): stages take turns with forward and backward passes.",
             )
 
-        def forward(part: MicroBatch) -> torch.Tensor:
-            with part.computing():
-                return pipe.relay.run(lambda: loss(ready.model, part.batch))
+        def forward(micro_batch: MicroBatch) -> torch.Tensor:
+            with micro_batch.computing():
+                return pipe.relay.run(lambda: loss(prepared.model, micro_batch.batch))
 
-        def backward(part: MicroBatch, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
-            ready.wiring.before(part.number, part.count)
+        def backward(micro_batch: MicroBatch, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+            prepared.gradients.prepare_micro_batch(micro_batch.number, micro_batch.count)
             if gradient is None:
-                self.backward(output, part.share)
+                self.backward(output, micro_batch.fraction)
             else:
-                self._engine(output, gradient)
+                self._run_backward(output, gradient)
 
-        failure = pipe.run(parts, forward, backward)
+        failure = pipe.run(micro_batches, forward, backward)
         if failure is None:
             return None
-        parts[failure.part].error = failure.why or _OTHER_STAGE_FAILED
-        return failure.part
+        micro_batches[failure.micro_batch].error = failure.why or _OTHER_STAGE_FAILED
+        return failure.micro_batch
 
-    # a step ahead
+    # running one step ahead of the device
 
-    def flies(self) -> bool:
-        """Whether nothing of the next passes depends on the outcome of this step."""
-        ready = self.ready()
+    def can_run_ahead(self) -> bool:
+        """Return whether the next passes do not depend on the outcome of this step."""
+        prepared = self.get_prepared()
         return (
-            ready.updater.on_device
-            and ready.loss is not None
-            and self.caching is None
+            prepared.updater.skips_on_device
+            and prepared.loss is not None
+            and self.cached_steps is None
             and self.faults is None
             and self.scale.value == 1.0
-            and ready.wiring.rehearsed
-            and not ready.wiring.equal_parts
-            and ready.buffers.is_settled(self.world.size)
+            and prepared.gradients.is_rehearsed
+            and not prepared.gradients.equal_micro_batches
+            and prepared.buffers.needs_no_broadcast(self.world.size)
         )
 
-    def passes(self, batch: Any) -> StepInFlight:
-        """Forward and backward over a window, again in smaller parts while nobody else has heard of it."""
-        ready = self.ready()
-        window, total = self._opened(ready, batch)
-        self._remember(ready)
+    def run_passes(self, batch: Any) -> StepInFlight:
+        """Run the passes of a window; retry in smaller micro-batches unless gradients have been sent."""
+        prepared = self.get_prepared()
+        window, total = self._open_step(prepared, batch)
+        self._save_state(prepared)
         flight = StepInFlight(
             window=window,
             total=total,
             random=self._random,
             device_random=self._device_random,
-            copies=ready.buffers.copies,
+            copies=prepared.buffers.copies,
         )
         while True:
             flight.attempts += 1
             _check_attempts(window, flight.attempts)
-            self._start_over(ready)
-            parts = self._split(ready, window, total)
-            flight.failed_at, flight.parts = None, len(parts)
-            for part in parts:
-                with part:
-                    part.backward(ready.loss(ready.model, part.batch))  # type: ignore[misc]  # flies() looked
-                if part.error is not None:
-                    flight.failed_at = part.number
-                    self._recover(ready, window, part)
+            self._start_attempt(prepared)
+            micro_batches = self._make_micro_batches(prepared, window, total)
+            flight.failed_at, flight.micro_batches = None, len(micro_batches)
+            for micro_batch in micro_batches:
+                with micro_batch:
+                    micro_batch.backward(prepared.loss(prepared.model, micro_batch.batch))  # type: ignore[misc]
+                if micro_batch.error is not None:
+                    flight.failed_at = micro_batch.number
+                    self._recover(prepared, window, micro_batch)
                     break
-            if flight.failed_at is None or self._fatal is not None or ready.wiring.sent_any:
+            if flight.failed_at is None or self._fatal is not None or prepared.gradients.sent_any:
                 return flight
 
-    def take_off(self, flight: StepInFlight) -> None:
-        """Tell the others, and start the update; the outcome is asked for later."""
+    def start_update(self, flight: StepInFlight) -> None:
+        """Send the status and launch the update, without waiting for the outcome."""
         flight.limit = self.spike_limit
-        self._send(self.ready(), flight.window, flight.failed_at, flight.parts)
+        self._send_status(self.get_prepared(), flight.window, flight.failed_at, flight.micro_batches)
 
-    def landed(self, flight: StepInFlight) -> bool:
-        """Wait for the outcome of a step, and repeat it where it is bad; whether it was good at once."""
-        ready, window = self.ready(), flight.window
-        later = self._window, self._pieces, self._random, self._device_random
-        self._window, self._pieces = window, None
-        heard = self._exchange.wait()
-        verdict = optimizer_step.judge_status(heard, limit=flight.limit, scale=self.scale.value)
+    def finish_in_flight(self, flight: StepInFlight) -> bool:
+        """Wait for the outcome of a step, and repeat a bad one; return whether the first attempt was good."""
+        prepared, window = self.get_prepared(), flight.window
+        next_state = self._window, self._weighed, self._random, self._device_random
+        self._window, self._weighed = window, None
+        status = self._exchange.wait()
+        verdict = optimizer_step.judge_status(status, limit=flight.limit, scale=self.scale.value)
         if verdict.kind == optimizer_step.GOOD:
-            self._end(ready, window, heard, verdict, attempts=flight.attempts, parts=flight.parts)
-            assert self.outcome is not None  # noqa: S101 - it has just been made
+            self._record_outcome(
+                prepared, window, status, verdict, attempts=flight.attempts, passes=flight.micro_batches
+            )
+            assert self.outcome is not None  # noqa: S101 - set by _record_outcome()
             self.outcome = msgspec.structs.replace(self.outcome, ended_s=self._exchange.ended_s)
-            self._window, self._pieces, self._random, self._device_random = later
+            self._window, self._weighed, self._random, self._device_random = next_state
             return True
         self._random, self._device_random = flight.random, flight.device_random
-        ready.buffers.copies = flight.copies
-        again = self._answer(ready, window, verdict, heard, 0)
+        prepared.buffers.copies = flight.copies
+        again = self._decide_retry(prepared, window, verdict, status, 0)
         if again is None:
-            self._end(ready, window, heard, verdict, attempts=flight.attempts, parts=flight.parts)
+            self._record_outcome(
+                prepared, window, status, verdict, attempts=flight.attempts, passes=flight.micro_batches
+            )
         else:
-            for part in self._attempts(ready, window, flight.total, attempts=flight.attempts, bad=again):
-                with part:
-                    part.backward(ready.loss(ready.model, part.batch))  # type: ignore[misc]  # as above
+            for micro_batch in self._attempts(
+                prepared, window, flight.total, attempts=flight.attempts, bad=again
+            ):
+                with micro_batch:
+                    micro_batch.backward(prepared.loss(prepared.model, micro_batch.batch))  # type: ignore[misc]
         return False
 
-    def _rehearsal(self, ready: prepare_module.PreparedRun, window: Window) -> Iterator[MicroBatch]:
-        """Passes of one sample that count for nothing: they show what ranks say to each other in a pass."""
+    def _rehearse(self, prepared: prepare_module.PreparedRun, window: Window) -> Iterator[MicroBatch]:
+        """Run two passes of one sample with zero weight, to record the sequence of collectives."""
         self._rehearsing = True
-        self._start_over(ready)
+        self._start_attempt(prepared)
         for number in range(2):
-            part = MicroBatch(self, self._filler(ready, window), samples=0, share=0.0, number=number, count=2)
-            if self.caching is not None:
-                self.caching.rehearse(ready, part)
+            micro_batch = MicroBatch(
+                self, self._filler(prepared, window), samples=0, fraction=0.0, number=number, count=2
+            )
+            if self.cached_steps is not None:
+                self.cached_steps.rehearse(prepared, micro_batch)
             else:
-                yield part
-            if part.error is not None:
+                yield micro_batch
+            if micro_batch.error is not None:
                 raise NothingFits(
                     "the first pass of this run",
-                    found=f"a single sample ran out of memory: {part.error}",
+                    found=f"a single sample ran out of memory: {micro_batch.error}",
                     cure="Use more recomputation, more devices, or devices with more memory.",
                 )
-        ready.wiring.finish(None, 2)
+        prepared.gradients.finish_attempt(None, 2)
         self._rehearsing = False
 
-    def ready(self) -> prepare_module.PreparedRun:
-        """What prepare() made; an error where it was not called."""
+    def get_prepared(self) -> prepare_module.PreparedRun:
+        """Return what prepare() made; raise WrongUse if it was not called."""
         if self.prepared is None:
             raise WrongUse(
                 "Run", found="nothing is prepared", cure="Call run.prepare(model, optimizer) first."
             )
         return self.prepared
 
-    def _opened(self, ready: prepare_module.PreparedRun, batch: Any) -> tuple[Window, Any]:
-        """The window of this step, and the weight of the whole global batch."""
+    def _open_step(self, prepared: prepare_module.PreparedRun, batch: Any) -> tuple[Window, Any]:
+        """Return the window of this step, and the weight of the whole global batch."""
         own = not isinstance(batch, Window)
         window = wrap_batch(batch, step=self.steps) if own else batch
         self._window = window
-        if self.divisible is not None:
-            self.divisible.check_first(ready, window)
-        self._pieces, self._void = None, False
+        if self.split_guard is not None:
+            self.split_guard.check_first_window(prepared, window)
+        self._weighed, self._nothing_counts = None, False
         groups = self.groups
         unknown = own and groups.data_parallel > 1
-        if ready.weight is None and not unknown:
+        if prepared.weight is None and not unknown:
             return window, window.samples
-        self._pieces = self._cut(ready, window)
-        if ready.wiring.equal_parts:
-            if self._sample is None:
-                self._sample = share_counting_sample(self._counting(ready, window), groups)
-            self._void = self._sample is None
-        local = sum(weight for _, weight in self._pieces[1])
-        if groups.data_alone:
+        self._weighed = self._split_window(prepared, window)
+        if prepared.gradients.equal_micro_batches:
+            if self._counting_sample is None:
+                self._counting_sample = share_counting_sample(
+                    self._find_counting_sample(prepared, window), groups
+                )
+            self._nothing_counts = self._counting_sample is None
+        local = sum(weight for _, weight in self._weighed[1])
+        if groups.is_data_alone:
             return window, local
         if isinstance(local, torch.Tensor):
-            whole = local.double().to(self.device).reshape(())
+            total = local.double().to(self.device).reshape(())
         else:
-            # Filled on the device: a copy from here would wait for the optimizer.
-            whole = torch.full((), float(local), dtype=torch.float64, device=self.device)
-        dist.all_reduce(whole, group=groups.data_group)
-        return window, whole
+            # Filled on the device: a copy from the host would wait for the optimizer.
+            total = torch.full((), float(local), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=groups.data_group)
+        return window, total
 
-    def _cut(self, ready: prepare_module.PreparedRun, window: Window) -> tuple[int, list[tuple[Any, Any]]]:
-        """The window in parts of the micro-batch, each with its weight.
+    def _split_window(
+        self, prepared: prepare_module.PreparedRun, window: Window
+    ) -> tuple[int, list[tuple[Any, Any]]]:
+        """Return the micro-batch size, and the window's micro-batches of that size with their weights.
 
-        Parts that count for nothing are left out: a mean over nothing is not a number, whatever it counts.
+        Micro-batches of zero weight are left out: a mean over nothing is NaN, even when multiplied by zero.
         """
-        size, weigh = ready.fitting.sizes.current, ready.weight
-        pieces = window.parts(size)
+        size, weigh = prepared.fitter.sizes.current, prepared.weight
+        pieces = window.micro_batches(size)
         if weigh is None:
             return size, [(piece, piece.samples) for piece in pieces]
         weighed = [(piece, _weigh_batch(weigh, piece.batch)) for piece in pieces]
-        return size, [(one, weight) for one, weight in weighed if _has_weight(weight)]
+        return size, [(piece, weight) for piece, weight in weighed if _has_weight(weight)]
 
-    def _remember(self, ready: prepare_module.PreparedRun) -> None:
-        """What a repetition begins with again: random numbers and buffers."""
+    def _save_state(self, prepared: prepare_module.PreparedRun) -> None:
+        """Save the state that a retry starts from: random state and buffers."""
         self._random = torch.get_rng_state()
         cuda = self.device.type == "cuda"
         self._device_random = torch.cuda.get_rng_state(self.device) if cuda else None
-        ready.buffers.begin()
+        prepared.buffers.save()
         self._first = True
-        self._lone_failures = 0
+        self._single_failures = 0
 
-    def _start_over(self, ready: prepare_module.PreparedRun) -> None:
+    def _start_attempt(self, prepared: prepare_module.PreparedRun) -> None:
         if not self._first:
             torch.set_rng_state(self._random)
             if self._device_random is not None:
                 torch.cuda.set_rng_state(self._device_random, self.device)
-            ready.buffers.back()
+            prepared.buffers.restore()
         self._first = False
-        ready.wiring.begin()
+        prepared.gradients.start_attempt()
         self._loss: torch.Tensor | None = None
 
-    def _split(self, ready: prepare_module.PreparedRun, window: Window, total: Any) -> list[MicroBatch]:
-        """The parts of this attempt, with the share of each in the loss of the whole global batch."""
-        size = ready.fitting.sizes.current
-        if self._pieces is None or self._pieces[0] != size:
-            self._pieces = self._cut(ready, window)
-        kept = self._pieces[1]
-        count = len(kept)
-        if ready.wiring.equal_parts:
-            count = self._most_parts(window, size)
-        if ready.statistics is not None and ready.weight is not None:
-            # BatchNorm has no statistics in a pass in which no sample of any rank counts.
+    def _make_micro_batches(
+        self, prepared: prepare_module.PreparedRun, window: Window, total: Any
+    ) -> list[MicroBatch]:
+        """Return the micro-batches of this attempt, each with its fraction of the global batch's loss."""
+        size = prepared.fitter.sizes.current
+        if self._weighed is None or self._weighed[0] != size:
+            self._weighed = self._split_window(prepared, window)
+        weighed = self._weighed[1]
+        count = len(weighed)
+        if prepared.gradients.equal_micro_batches:
+            count = self._count_most_micro_batches(window, size)
+        if prepared.statistics is not None and prepared.weight is not None:
+            # BatchNorm has no statistics in a pass without any sample of nonzero weight.
             count = int(
-                optimizer_step.all_reduce_extreme(len(kept), self.device, self.world.size, least=False)
+                optimizer_step.all_reduce_extreme(len(weighed), self.device, self.world.size, least=False)
             )
-        parts = [
+        micro_batches = [
             MicroBatch(
                 self,
-                one.batch,
-                samples=one.samples,
-                share=_loss_fraction(weight, total),
+                piece.batch,
+                samples=piece.samples,
+                fraction=_loss_fraction(weight, total),
                 number=number,
                 count=count,
             )
-            for number, (one, weight) in enumerate(kept)
+            for number, (piece, weight) in enumerate(weighed)
         ]
-        self._weight: Any = sum(weight for _, weight in kept)
-        filler = self._filler(ready, window) if len(parts) < count else None
-        parts += [
-            MicroBatch(self, filler, samples=0, share=0.0, number=number, count=count)
-            for number in range(len(parts), count)
+        self._weight: Any = sum(weight for _, weight in weighed)
+        filler = self._filler(prepared, window) if len(micro_batches) < count else None
+        micro_batches += [
+            MicroBatch(self, filler, samples=0, fraction=0.0, number=number, count=count)
+            for number in range(len(micro_batches), count)
         ]
-        ready.regular = min(size, ready.regular_share)
-        return parts
+        prepared.regular = min(size, prepared.regular_share)
+        return micro_batches
 
-    def _filler(self, ready: prepare_module.PreparedRun, window: Window) -> Any:
-        """One sample to keep the others company with.
+    def _filler(self, prepared: prepare_module.PreparedRun, window: Window) -> Any:
+        """Return a sample for passes that only take part in collectives.
 
-        One that counts: what a mean over nothing comes to is not a number, and neither is nought times it.
+        It has weight if possible: a mean over nothing is NaN, and so is zero times NaN.
         """
-        found = self._counting(ready, window)
-        if found is None:
-            found = self._sample
-        return window.filler() if found is None else found
+        sample = self._find_counting_sample(prepared, window)
+        if sample is None:
+            sample = self._counting_sample
+        return window.filler() if sample is None else sample
 
-    def _counting(self, ready: prepare_module.PreparedRun, window: Window) -> Any:
-        """The first sample of this rank that counts; None where there is none."""
-        if self._pieces is not None and not self._pieces[1]:
+    def _find_counting_sample(self, prepared: prepare_module.PreparedRun, window: Window) -> Any:
+        """Return this rank's first sample with weight; None if there is none."""
+        if self._weighed is not None and not self._weighed[1]:
             return None
         for start in range(window.size):
-            found = window.part(start, start + 1).batch
-            if ready.weight is None or float(ready.weight(found)):
-                return found
+            sample = window.slice(start, start + 1).batch
+            if prepared.weight is None or float(prepared.weight(sample)):
+                return sample
         return None
 
-    def _most_parts(self, window: Window, size: int) -> int:
-        """How many parts the rank with the largest share has; all have to run as many."""
+    def _count_most_micro_batches(self, window: Window, size: int) -> int:
+        """Return the number of micro-batches of the rank with the most samples; all ranks run as many."""
         # Ranks with shares of different sizes may have different micro-batches too.
         if not self.setting.shares and (window.indices or window.samples != window.size):
-            places = rank_slice_bounds(window.samples, self.groups.data_parallel, [])
-            largest = max(stop - start for start, stop in pairwise(places))
+            bounds = rank_slice_bounds(window.samples, self.groups.data_parallel, [])
+            largest = max(stop - start for start, stop in pairwise(bounds))
             return -(-largest // size)
         return int(
             optimizer_step.all_reduce_extreme(
@@ -430,173 +454,184 @@ class Stepper:
             )
         )
 
-    def enter(self, part: MicroBatch) -> None:
-        """Before the forward pass of a part."""
-        ready = self.ready()
-        ready.wiring.before(part.number, part.count)
-        self.count_statistics(ready, part)
-        if ready.compiling is not None and ready.compiling.on:
-            ready.compiling.use(part.samples, ready.regular)
+    def begin_forward(self, micro_batch: MicroBatch) -> None:
+        """Prepare the forward pass of a micro-batch."""
+        prepared = self.get_prepared()
+        prepared.gradients.prepare_micro_batch(micro_batch.number, micro_batch.count)
+        self.count_statistics(prepared, micro_batch)
+        if prepared.compiling is not None and prepared.compiling.is_enabled:
+            prepared.compiling.prepare_for(micro_batch.samples, prepared.regular)
 
-    def count_statistics(self, ready: prepare_module.PreparedRun, part: MicroBatch) -> None:
-        """Let BatchNorm's statistics over all ranks see the samples of a part only where they count."""
-        if ready.statistics is not None:
-            ready.statistics.counts = part.samples > 0 or self._rehearsing
+    def count_statistics(self, prepared: prepare_module.PreparedRun, micro_batch: MicroBatch) -> None:
+        """Let synchronised BatchNorm count a micro-batch only if it has samples."""
+        if prepared.statistics is not None:
+            prepared.statistics.is_counted = micro_batch.samples > 0 or self._rehearsing
 
-    def at(self, point: str) -> Any:
-        """A drill, where one is on."""
+    def inject_fault(self, point: str) -> Any:
+        """Inject the fault that is scheduled for a point, if there is one."""
         if self.faults is None or self._window is None or self._rehearsing:
             return None
         return self.faults.at(point, self._window.step, self.world.rank)
 
-    def mid_backward(self) -> None:
-        """Called as gradients come; a drill strikes when some have been sent and others not."""
+    def on_gradient(self) -> None:
+        """Called for every gradient; inject a fault when some gradients have been sent and others not."""
         self._arrived += 1
-        if self._open and self._arrived >= self._strikes_at:
-            self.at("backward")
+        if self._open and self._arrived >= self._fault_after:
+            self.inject_fault("backward")
 
-    def backward(self, loss: Any, share: Any) -> None:
-        """The backward pass of a part whose loss has that share in the loss of the step."""
+    def backward(self, loss: Any, fraction: Any) -> None:
+        """Run the backward pass of a micro-batch whose loss is this fraction of the step's loss."""
         check_loss(loss)
-        weighted = loss if isinstance(share, float) and share == 1.0 else loss * share
-        if self.faults is not None and self.at("gradient") == "nan":
+        weighted = loss if isinstance(fraction, float) and fraction == 1.0 else loss * fraction
+        if self.faults is not None and self.inject_fault("gradient") == "nan":
             weighted = weighted * float("nan")
-        told = weighted.detach()
-        self._loss = told.double() if self._loss is None else self._loss + told
+        detached = weighted.detach()
+        self._loss = detached.double() if self._loss is None else self._loss + detached
         if self.scale.value != 1.0:
             weighted = weighted * self.scale.value
         try:
-            self._engine(weighted)
+            self._run_backward(weighted)
         except BaseException:
-            # A loop of one's own may still hold the loss, and by it all that the pass has kept.
+            # A custom loop may still refer to the loss, and through it to all saved activations.
             loss.detach_()
             raise
 
     def backward_from(self, surrogate: torch.Tensor) -> None:
-        """The backward pass of a part whose loss counts already: gradient caching computes it first."""
-        if self.faults is not None and self.at("gradient") == "nan":
+        """Run the backward pass of gradient caching, whose loss has been counted already."""
+        if self.faults is not None and self.inject_fault("gradient") == "nan":
             surrogate = surrogate * float("nan")
-        self._engine(surrogate if self.scale.value == 1.0 else surrogate * self.scale.value)
+        self._run_backward(surrogate if self.scale.value == 1.0 else surrogate * self.scale.value)
 
-    def counts(self, loss: torch.Tensor) -> None:
-        """Take a loss as this rank's part in the loss of the step."""
+    def set_loss(self, loss: torch.Tensor) -> None:
+        """Set this rank's contribution to the loss of the step."""
         self._loss = loss.double()
 
-    def gives_up(self, why: str) -> None:
-        """No smaller micro-batch helps: all ranks hear it, and the run ends with that cause."""
+    def give_up(self, why: str) -> None:
+        """End the run on all ranks with this cause: no smaller micro-batch helps."""
         self._fatal = why
 
-    def _engine(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Autograd's own pass; drills strike while it runs."""
+    def _run_backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Run autograd; faults are injected only while it runs."""
         self._open, self._arrived = True, 0
         try:
             output.backward(gradient)
         finally:
             self._open = False
 
-    def left(self) -> None:
-        """After the backward pass of a part."""
-        ready = self.ready()
-        if ready.compiling is not None:
-            ready.compiling.done()
+    def end_backward(self) -> None:
+        """Finish the backward pass of a micro-batch."""
+        prepared = self.get_prepared()
+        if prepared.compiling is not None:
+            prepared.compiling.mark_done()
 
-    def swallows(self, error: BaseException) -> str | None:
-        """What to say of an error that the step recovers from; None for one that it does not."""
-        ready = self.ready()
+    def describe_recoverable(self, error: BaseException) -> str | None:
+        """Describe an error that the step recovers from; return None for any other."""
+        prepared = self.get_prepared()
         if is_out_of_memory(error):
             return f"out of memory: {_first_line(error)}"
         if not isinstance(error, Exception):
             return None
-        if ready.compiling is not None and ready.compiling.gives_up(error):
+        if prepared.compiling is not None and prepared.compiling.handle_error(error):
             return _COMPILER_FAILED
         return None
 
-    def _recover(self, ready: prepare_module.PreparedRun, window: Window, part: MicroBatch) -> None:
-        """Give memory back and choose smaller parts; notes where there is nothing smaller."""
+    def _recover(self, prepared: prepare_module.PreparedRun, window: Window, micro_batch: MicroBatch) -> None:
+        """Free memory and choose a smaller micro-batch; set `_fatal` if there is none."""
         self._loss = None
-        why = part.error or ""
-        part.let_go()
-        ready.wiring.abandon()
-        ready.fitting.release()
+        why = micro_batch.error or ""
+        micro_batch.free()
+        prepared.gradients.discard_micro_batch()
+        prepared.fitter.release()
         if why in (_COMPILER_FAILED, _OTHER_STAGE_FAILED):
             return
-        whole = "" if self.divisible is None or part.count > 1 else self.divisible.why_whole(ready, window)
-        if whole:
+        unsplittable = (
+            ""
+            if self.split_guard is None or micro_batch.count > 1
+            else self.split_guard.why_not_splittable(prepared, window)
+        )
+        if unsplittable:
             self._fatal = (
-                f"the batch of {window.size} samples ran out of memory and cannot be cut: {whole}; {why}"
+                f"the batch of {window.size} samples ran out of memory and cannot be cut: {unsplittable}; "
+                f"{why}"
             )
             return
-        size = max(part.samples, 1)
-        move = ready.fitting.failed(size=size, share=max(window.size, 1), step=self.steps)
-        if move is not None:
-            self._tell(IncidentKind.OUT_OF_MEMORY, why, move.why + self._seen_by_norms(ready, move))
+        size = max(micro_batch.samples, 1)
+        change = prepared.fitter.shrink_after_oom(size=size, share=max(window.size, 1), step=self.steps)
+        if change is not None:
+            self._report(
+                IncidentKind.OUT_OF_MEMORY, why, change.why + self._describe_batch_norm(prepared, change)
+            )
             return
-        self._lone_failures += 1
-        known = ready.fitting.room().said()
-        if self._lone_failures > SINGLE_SAMPLE_RETRIES:
-            self._fatal = f"one sample at once ran out of memory {self._lone_failures} times ({known}); {why}"
+        self._single_failures += 1
+        memory = prepared.fitter.measure_budget().describe()
+        if self._single_failures > SINGLE_SAMPLE_RETRIES:
+            self._fatal = (
+                f"one sample at once ran out of memory {self._single_failures} times ({memory}); {why}"
+            )
             return
-        again = f"memory was given back, and one sample is tried again; {known}"
-        self._tell(IncidentKind.OUT_OF_MEMORY, why, again)
+        again = f"memory was given back, and one sample is tried again; {memory}"
+        self._report(IncidentKind.OUT_OF_MEMORY, why, again)
 
-    def _close(
-        self, ready: prepare_module.PreparedRun, window: Window, failed_at: int | None, count: int
+    def _finish_attempt(
+        self, prepared: prepare_module.PreparedRun, window: Window, failed_at: int | None, count: int
     ) -> tuple[optimizer_step.StepVerdict, StepStatus]:
-        """Sum over ranks, and update where all is well."""
-        self._send(ready, window, failed_at, count)
-        heard = self._exchange.wait()
+        """Exchange the status over ranks, and update the weights if all ranks succeeded."""
+        self._send_status(prepared, window, failed_at, count)
+        status = self._exchange.wait()
         scale = self.scale.value
-        verdict = optimizer_step.judge_status(heard, limit=self.spike_limit, scale=scale)
-        updater = ready.updater
-        if verdict.kind == optimizer_step.GOOD and not updater.on_device:
-            norm = heard.squares**0.5 / scale
-            gradients = ready.wiring.gradients()
-            self._stepping(ready, lambda: updater.apply(gradients, norm, scale, ready.fitting.release))
-        return verdict, heard
+        verdict = optimizer_step.judge_status(status, limit=self.spike_limit, scale=scale)
+        updater = prepared.updater
+        if verdict.kind == optimizer_step.GOOD and not updater.skips_on_device:
+            norm = status.squares**0.5 / scale
+            gradients = prepared.gradients.local_gradients()
+            self._run_optimizer(
+                prepared, lambda: updater.apply(gradients, norm, scale, prepared.fitter.release)
+            )
+        return verdict, status
 
-    def _send(
-        self, ready: prepare_module.PreparedRun, window: Window, failed_at: int | None, count: int
+    def _send_status(
+        self, prepared: prepare_module.PreparedRun, window: Window, failed_at: int | None, count: int
     ) -> None:
-        """Let all ranks know, and start the update where the device can call it off."""
-        wiring, failed = ready.wiring, failed_at is not None
-        wiring.finish(failed_at, count)
-        if self._void:
-            # Whatever the passes came to, they were there for the sake of their collectives.
-            for gradient in wiring.gradients():
+        """Send the status to all ranks; launch the update if the device can skip it."""
+        gradients, failed = prepared.gradients, failed_at is not None
+        gradients.finish_attempt(failed_at, count)
+        if self._nothing_counts:
+            # The passes only took part in collectives: discard their gradients.
+            for gradient in gradients.local_gradients():
                 gradient.zero_()
             self._loss = None
         scale = self.scale.value
-        counts = self.groups.counts
+        counts = self.groups.counts_samples
         weight = self._weight if counts else 0.0
-        told = StepStatus(
+        own_status = StepStatus(
             failed=float(failed),
             fatal=float(self._fatal is not None),
             weight=0.0 if isinstance(weight, torch.Tensor) else float(weight),
             samples=float(window.size) if counts else 0.0,
             asked=float(self.asked),
             rollback=float(self.rollback),
-            strays=float(ready.buffers.strays()),
+            strays=float(prepared.buffers.count_unexpected()),
             resize=float(self._proposed is not None),
         )
-        squares = None if failed else wiring.squares()
-        self._exchange.send(told, loss=self._loss, squares=squares, weight=weight)
-        updater = ready.updater
-        if updater.on_device and not failed:
-            found_bad = self._exchange.found_bad(self.spike_limit)
+        squares = None if failed else gradients.squared_norm()
+        self._exchange.send(own_status, loss=self._loss, squares=squares, weight=weight)
+        updater = prepared.updater
+        if updater.skips_on_device and not failed:
+            bad_flag = self._exchange.bad_flag(self.spike_limit)
             divisor = self._exchange.divisor(updater.clip, scale)
-            self._stepping(ready, lambda: updater.launch(found_bad, divisor, ready.fitting.release))
+            self._run_optimizer(prepared, lambda: updater.launch(bad_flag, divisor, prepared.fitter.release))
 
-    def _stepping(self, ready: prepare_module.PreparedRun, act: Callable[[], None]) -> None:
+    def _run_optimizer(self, prepared: prepare_module.PreparedRun, act: Callable[[], None]) -> None:
         if self.faults is not None:
-            ready.updater.before = lambda: self.at("optimizer")
+            prepared.updater.before = lambda: self.inject_fault("optimizer")
         try:
             act()
         except OptimizerInterrupted as error:
             self.rollback = True
-            self._tell(
+            self._report(
                 IncidentKind.OUT_OF_MEMORY,
                 f"the optimizer step ran out of memory halfway: {_first_line(error)}",
-                "all ranks are told at the next step, and go back to the last checkpoint",
+                "all ranks go back to the last checkpoint at the next step",
             )
         except Exception as error:
             if not is_out_of_memory(error):
@@ -607,15 +642,15 @@ class Stepper:
                 cure="Use a sharded strategy, an optimizer with less state, or devices with more memory.",
             ) from error
 
-    def _answer(
+    def _decide_retry(
         self,
-        ready: prepare_module.PreparedRun,
+        prepared: prepare_module.PreparedRun,
         window: Window,
         verdict: optimizer_step.StepVerdict,
-        heard: StepStatus,
+        status: StepStatus,
         bad: int,
     ) -> int | None:
-        """None where the step is over; else how much nearer to being skipped the next attempt is."""
+        """Return None if the step is finished, else 0 or 1 to add to the count of bad attempts."""
         if verdict.kind == optimizer_step.FATAL:
             raise NothingFits(
                 f"optimizer step {window.step} on {self.world.size} processes",
@@ -623,10 +658,10 @@ class Stepper:
                 cure="Use more recomputation, a sharded strategy, or devices with more memory.",
             )
         if verdict.kind == optimizer_step.REPLAY:
-            self._agree_on_size(ready)
+            self._agree_on_size(prepared)
             return 0
-        if verdict.kind == optimizer_step.NOT_FINITE and self.scale.can_shrink and _is_finite(heard.loss):
-            self.scale = self.scale.halved()
+        if verdict.kind == optimizer_step.NOT_FINITE and self.scale.can_shrink and _is_finite(status.loss):
+            self.scale = self.scale.after_overflow()
             return 0
         if verdict.kind in (optimizer_step.NOT_FINITE, optimizer_step.SPIKE) and not bad:
             if self.world.is_main:
@@ -635,103 +670,105 @@ class Stepper:
                     if verdict.kind == optimizer_step.SPIKE
                     else IncidentKind.NOT_A_NUMBER
                 )
-                self._tell(kind, verdict.why, "the same samples are tried once more")
+                self._report(kind, verdict.why, "the same samples are tried once more")
             return 1
         return None
 
-    def _agree_on_size(self, ready: prepare_module.PreparedRun) -> None:
-        """Ranks that have to run the same number of parts take the smallest micro-batch of any."""
-        if not ready.wiring.equal_parts:
+    def _agree_on_size(self, prepared: prepare_module.PreparedRun) -> None:
+        """Use the smallest micro-batch of any rank, if ranks must run equally many."""
+        if not prepared.gradients.equal_micro_batches:
             return
-        fitting = ready.fitting
+        fitter = prepared.fitter
         least = int(
-            optimizer_step.all_reduce_extreme(fitting.sizes.current, self.device, self.world.size, least=True)
+            optimizer_step.all_reduce_extreme(fitter.sizes.current, self.device, self.world.size, least=True)
         )
-        if least != fitting.sizes.current:
-            moved = fitting.sizes.replace(current=least, changed_at=self.steps)
-            fitting.take(SizeChange(sizes=moved, why="another rank has less room"))
+        if least != fitter.sizes.current:
+            sizes = fitter.sizes.replace(current=least, changed_at=self.steps)
+            fitter.apply(SizeChange(sizes=sizes, why="another rank has less room"))
 
-    def _end(  # noqa: PLR0913 - what is known of the step
+    def _record_outcome(  # noqa: PLR0913 - the results of the step
         self,
-        ready: prepare_module.PreparedRun,
+        prepared: prepare_module.PreparedRun,
         window: Window,
-        heard: StepStatus,
+        status: StepStatus,
         verdict: optimizer_step.StepVerdict,
         *,
         attempts: int,
-        parts: int,
+        passes: int,
     ) -> None:
-        norm = heard.squares**0.5 / self.scale.value
-        if heard.strays:
-            ready.buffers.learn(self.device)
+        """Finish a good or skipped step, and set its outcome."""
+        norm = status.squares**0.5 / self.scale.value
+        if status.strays:
+            prepared.buffers.agree_on_changed(self.device)
         good = verdict.kind == optimizer_step.GOOD
         if good:
-            ready.buffers.settle()
-            self.scale = self.scale.after_good()
-            if ready.schedule is not None:
-                ready.schedule.step()
+            prepared.buffers.broadcast_changed()
+            self.scale = self.scale.after_update()
+            if prepared.schedule is not None:
+                prepared.schedule.step()
         else:
-            ready.buffers.back()
+            prepared.buffers.restore()
             self.rollback = self.rollback and verdict.kind != optimizer_step.ROLLBACK
-            # It may be the one with the bad number: the next step finds another.
-            self._sample = None
+            # This sample may be the one that gives NaN: the next step chooses another.
+            self._counting_sample = None
         self.steps += 1
-        self._fit(ready, window, heard)
-        samples = int(heard.samples)
+        self._adjust_size(prepared, window, status)
+        samples = int(status.samples)
         self.outcome = StepOutcome(
             step=window.step,
             epoch=window.epoch,
-            loss=heard.loss,
-            weight=heard.weight,
+            loss=status.loss,
+            weight=status.weight,
             samples=samples,
             grad_norm=norm,
             skipped="" if good else verdict.why,
             attempts=attempts,
-            parts=parts,
-            micro_batch=ready.fitting.sizes.current,
+            parts=passes,
+            micro_batch=prepared.fitter.sizes.current,
             rollback_needed=verdict.kind == optimizer_step.ROLLBACK,
-            asked=heard.asked,
+            asked=status.asked,
         )
 
-    def _fit(self, ready: prepare_module.PreparedRun, window: Window, heard: StepStatus) -> None:
-        """Another micro-batch between steps, where memory or pace suggest one."""
-        fitting = ready.fitting
-        if heard.resize:
-            # All ranks heard it: those that have to be alike take the least that any wants.
-            wanted = self._proposed.sizes.current if self._proposed is not None else fitting.sizes.current
-            least = int(optimizer_step.all_reduce_extreme(wanted, self.device, self.world.size, least=True))
+    def _adjust_size(self, prepared: prepare_module.PreparedRun, window: Window, status: StepStatus) -> None:
+        """Change the micro-batch between steps, if memory or time per sample suggest it."""
+        fitter = prepared.fitter
+        if status.resize:
+            # All ranks know of the proposal: ranks that must be equal take the smallest proposed size.
+            proposed = self._proposed.sizes.current if self._proposed is not None else fitter.sizes.current
+            least = int(optimizer_step.all_reduce_extreme(proposed, self.device, self.world.size, least=True))
             why = self._proposed.why if self._proposed is not None else "another rank has less room"
             self._proposed = None
-            if least != fitting.sizes.current:
-                moved = fitting.sizes.replace(current=least, changed_at=self.steps)
-                self._move(ready, SizeChange(sizes=moved, why=why))
+            if least != fitter.sizes.current:
+                sizes = fitter.sizes.replace(current=least, changed_at=self.steps)
+                self._change_size(prepared, SizeChange(sizes=sizes, why=why))
             return
-        move = fitting.after_step(share=window.size, step=self.steps)
-        if move is None:
+        change = fitter.after_step(share=window.size, step=self.steps)
+        if change is None:
             return
-        if ready.wiring.equal_parts:
-            self._proposed = move
+        if prepared.gradients.equal_micro_batches:
+            self._proposed = change
         else:
-            self._move(ready, move)
+            self._change_size(prepared, change)
 
-    def _move(self, ready: prepare_module.PreparedRun, move: SizeChange) -> None:
-        before = ready.fitting.sizes.current
-        ready.fitting.take(move)
-        done = f"from {before} to {move.sizes.current} samples at once{self._seen_by_norms(ready, move)}"
-        self._tell(IncidentKind.MICRO_BATCH, move.why, done)
+    def _change_size(self, prepared: prepare_module.PreparedRun, change: SizeChange) -> None:
+        before = prepared.fitter.sizes.current
+        prepared.fitter.apply(change)
+        note = self._describe_batch_norm(prepared, change)
+        done = f"from {before} to {change.sizes.current} samples at once{note}"
+        self._report(IncidentKind.MICRO_BATCH, change.why, done)
 
-    def _seen_by_norms(self, ready: prepare_module.PreparedRun, move: SizeChange) -> str:
-        """What another micro-batch means for BatchNorm, which sees nothing else; empty without any."""
-        if not any(module.training for module in find_batch_norms(ready.model)):
+    def _describe_batch_norm(self, prepared: prepare_module.PreparedRun, change: SizeChange) -> str:
+        """Describe the effect on BatchNorm, which sees only one micro-batch; empty without BatchNorm."""
+        if not any(module.training for module in find_batch_norms(prepared.model)):
             return ""
-        sees = move.sizes.current * (1 if ready.statistics is None else self.groups.data_parallel)
+        sees = change.sizes.current * (1 if prepared.statistics is None else self.groups.data_parallel)
         return f"; BatchNorm computes its statistics over {sees} samples from now on"
 
-    def say_compile(self, why: str, done: str) -> None:
-        """Pass on what compiling comes to."""
-        self._tell(IncidentKind.COMPILE, why, done)
+    def report_compile(self, why: str, done: str) -> None:
+        """Report an event of the compiler."""
+        self._report(IncidentKind.COMPILE, why, done)
 
-    def _tell(self, kind: IncidentKind, why: str, done: str) -> None:
+    def _report(self, kind: IncidentKind, why: str, done: str) -> None:
         if self._listen is not None:
             step = self._window.step if self._window is not None else self.steps
             self._listen(
@@ -740,20 +777,20 @@ class Stepper:
 
 
 def share_counting_sample(mine: Any, groups: RankGroups) -> Any:
-    """A sample for each of the ranks that share data: its own, or else that of the first which has one.
+    """Return this rank's sample with weight, or else that of the first data-parallel rank that has one.
 
-    None where none has. All of them call it.
+    Return None if no rank has one. All ranks of the data group call it.
     """
     mine = None if mine is None else copy_batch(mine)
-    if groups.data_alone:
+    if groups.is_data_alone:
         return mine
     having: list[Any] = [None] * groups.data_parallel
     dist.all_gather_object(having, mine is not None, group=groups.data_group)
     if all(having) or not any(having):
         return mine
-    told = [mine]
-    dist.broadcast_object_list(told, src=groups.first + having.index(True), group=groups.data_group)
-    return told[0] if mine is None else mine
+    shared = [mine]
+    dist.broadcast_object_list(shared, src=groups.first + having.index(True), group=groups.data_group)
+    return shared[0] if mine is None else mine
 
 
 def _check_attempts(window: Window, attempts: int) -> None:
@@ -766,10 +803,10 @@ def _check_attempts(window: Window, attempts: int) -> None:
 
 
 def _weigh_batch(weight: Callable[[Any], Any], batch: Any) -> Any:
-    found = weight(batch)
-    if isinstance(found, torch.Tensor) and found.device.type == "cpu":
-        return float(found)
-    return found
+    value = weight(batch)
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return float(value)
+    return value
 
 
 def _has_weight(weight: Any) -> bool:

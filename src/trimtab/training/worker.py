@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m trimtab.training.worker TASK`, as torchrun starts it."""
+"""Entry point of one rank: torchrun starts `python -m trimtab.training.worker TASK`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a task from its file; notes for the parent where there is one."""
-    control = find_rank_files()
-    if control is not None:
-        if control.is_over():
+    """Run a task from its file; report the end to the parent process, if there is one."""
+    rank_files = find_rank_files()
+    if rank_files is not None:
+        if rank_files.is_over():
             return 0
         end_with_parent()
-        # Until the run listens, Ctrl-C ends this process without a traceback.
+        # Until the run handles signals, Ctrl-C ends this process without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from trimtab.training.task import TrainTask
 
@@ -38,31 +38,31 @@ def main(arguments: list[str]) -> int:
     try:
         ending = run_task(task)
     except TrimtabError as error:
-        if control is None:
+        if rank_files is None:
             raise
         cause = error.__cause__
-        control.fail(error, trace="".join(traceback.format_exception(cause)) if cause else "")
+        rank_files.write_error(error, trace="".join(traceback.format_exception(cause)) if cause else "")
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - every rank ends with a word on why
-        return _report_crash(error, control)
-    if control is not None and not ending.asked:
-        control.done()
+    except Exception as error:  # noqa: BLE001 - every rank reports why it ends
+        return _report_crash(error, rank_files)
+    if rank_files is not None and not ending.asked:
+        rank_files.mark_done()
     return ending.exit_code
 
 
 def run_task(task: TrainTask) -> RunEnding:
-    """Train, in this process, as the rank that its variables make it."""
+    """Train in this process, as the rank that its environment variables say."""
     from trimtab.training.optimizer_step import allocator_variables
 
     if task.plan is not None:
-        # Before CUDA starts, or they are not heard.
+        # CUDA reads them only when it starts.
         os.environ.update(allocator_variables(task.plan.choice, os.environ))
     from trimtab.training.loop import train
 
     return train(task)
 
 
-def _report_crash(error: Exception, control: RankFiles | None) -> int:
+def _report_crash(error: Exception, rank_files: RankFiles | None) -> int:
     if is_lost_peer(error):
         _print_line(f"another rank is gone: {str(error).splitlines()[0][:200]}")
         return LOST_PEER_CODE
@@ -70,8 +70,8 @@ def _report_crash(error: Exception, control: RankFiles | None) -> int:
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
     trace = "".join(traceback.format_exception(error))
-    if control is not None and control.crash(text, count_steps(), trace=trace):
-        control.fail(
+    if rank_files is not None and rank_files.add_crash(text, count_steps(), trace=trace):
+        rank_files.write_error(
             TrimtabError(
                 "trimtab train",
                 found=f"it crashed again and again: {text}",
@@ -83,9 +83,9 @@ def _report_crash(error: Exception, control: RankFiles | None) -> int:
 
 
 def count_steps() -> int:
-    """How far this process had come; 0 where the loop was never reached."""
+    """Return the steps that this process has finished; 0 if the loop never started."""
     loop = sys.modules.get("trimtab.training.loop")
-    return int(loop.Progress.step) if loop else 0
+    return int(loop.RunProgress.step) if loop else 0
 
 
 def _print_line(text: str) -> None:
@@ -94,7 +94,7 @@ def _print_line(text: str) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End at once, without waiting for threads and groups whose peers may be gone."""
+    """Exit at once, without waiting for threads or process groups whose peers may be gone."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
