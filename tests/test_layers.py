@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trimtab.catalog.clusters import stated
-from trimtab.predict.derive import same_program
-from trimtab.predict.memory import memory
+from trimtab.catalog.clusters import parse_cluster
+from trimtab.predict.derive import has_same_program
+from trimtab.predict.memory import estimate_memory
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Trace, Work
-from trimtab.trace.block_growth import extended, matched
-from trimtab.trace.repeated_blocks import MANY, are_equal, cut, worth_cutting
+from trimtab.trace.block_growth import extend_blocks, match_blocks
+from trimtab.trace.repeated_blocks import MIN_LENGTH, are_blocks_equal, cut_blocks, find_cuttable_lists
 from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
-from trimtab.trace.workspace_formulas import launches
+from trimtab.trace.workspace_formulas import count_launches
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ class Writer:
         self.order.append(~number)
 
     def work(self, op: str, *dims: int, kind: str = "pointwise") -> None:
-        kernels = launches(*dims) if kind == "optimizer" else 1
+        kernels = count_launches(*dims) if kind == "optimizer" else 1
         made = Work(op=op, kind=kind, dtype="float32", read_bytes=sum(dims), dims=dims, kernels=kernels)
         self.works.append(made)
 
@@ -114,36 +114,36 @@ def model(count: int, *, strange: int | None = None) -> Trace:
 
 @pytest.mark.parametrize("count", [4, 5, 6, 16, 80])
 def test_few_blocks_give_many_exactly(count: int) -> None:
-    found, true = extended(model(3), model(4), blocks="layers", known=4, wanted=count), model(count)
+    found, true = extend_blocks(model(3), model(4), blocks="layers", traced=4, total=count), model(count)
     assert found is not None
     # Frees in a row may come in any order.
-    assert same_program(found, true)
+    assert has_same_program(found, true)
     assert found.replace(order=()) == true.replace(order=())
 
 
 @given(st.integers(3, 8), st.integers(1, 40))
 def test_any_two_give_the_same(few: int, more: int) -> None:
-    found = extended(model(few), model(few + 1), blocks="layers", known=few + 1, wanted=few + 1 + more)
+    found = extend_blocks(model(few), model(few + 1), blocks="layers", traced=few + 1, total=few + 1 + more)
     assert found is not None
-    assert memory(found) == memory(model(few + 1 + more))
+    assert estimate_memory(found) == estimate_memory(model(few + 1 + more))
 
 
 def test_a_block_that_is_larger_gives_no_answer() -> None:
-    assert extended(model(3), model(4, strange=2), blocks="layers", known=4, wanted=9) is None
+    assert extend_blocks(model(3), model(4, strange=2), blocks="layers", traced=4, total=9) is None
 
 
 def test_traces_of_other_jobs_give_no_answer() -> None:
     other = model(4).replace(op_names=("aten::bmm",))
-    assert extended(model(3), other, blocks="layers", known=4, wanted=9) is None
+    assert extend_blocks(model(3), other, blocks="layers", traced=4, total=9) is None
 
 
 def test_two_more_blocks_at_once_are_no_single_one() -> None:
-    found = extended(model(3), model(5), blocks="layers", known=4, wanted=9)
+    found = extend_blocks(model(3), model(5), blocks="layers", traced=4, total=9)
     assert found is None or found.parameters != model(9).parameters
 
 
 def test_what_is_put_in_is_found_wherever_it_repeats() -> None:
-    (zone,) = matched("abcabcx", "abcabcabcx", "abcabcx", "abcabcabcx")
+    (zone,) = match_blocks("abcabcx", "abcabcabcx", "abcabcx", "abcabcabcx")
     assert (zone.length, zone.start, zone.end) == (3, 0, 9)
 
 
@@ -163,27 +163,27 @@ class Stack(nn.Module):
 
 
 def stack(**strange: Any) -> Stack:
-    return Stack([Block(8, number, **(strange if number == 5 else {})) for number in range(MANY)])
+    return Stack([Block(8, number, **(strange if number == 5 else {})) for number in range(MIN_LENGTH)])
 
 
 def test_the_list_of_equal_blocks_is_found_and_cut() -> None:
     made = stack()
-    (found,) = worth_cutting(made)
-    assert (found.name, found.length) == ("blocks", MANY)
-    assert len(cut(found, 3)) == MANY - 3
+    (found,) = find_cuttable_lists(made)
+    assert (found.name, found.length) == ("blocks", MIN_LENGTH)
+    assert len(cut_blocks(found, 3)) == MIN_LENGTH - 3
     assert len(made.blocks) == 3
 
 
 def test_a_list_that_is_a_small_part_of_the_model_is_not_worth_it() -> None:
     made = stack()
     made.others = nn.Sequential(*(nn.Linear(8, 8) for _ in range(200)))
-    assert worth_cutting(made) == []
+    assert find_cuttable_lists(made) == []
 
 
 def test_two_lists_are_cut_where_both_are_long() -> None:
     made = stack()
-    made.others = nn.ModuleList(Block(8, number) for number in range(2 * MANY))
-    assert [one.name for one in worth_cutting(made)] == ["others", "blocks"]
+    made.others = nn.ModuleList(Block(8, number) for number in range(2 * MIN_LENGTH))
+    assert [one.name for one in find_cuttable_lists(made)] == ["others", "blocks"]
 
 
 def shared() -> Stack:
@@ -206,8 +206,8 @@ def frozen() -> Stack:
 
 @pytest.mark.parametrize("made", [stack(act="relu"), shared(), tied(), frozen()])
 def test_blocks_that_differ_or_share_are_not_equal(made: Stack) -> None:
-    assert not are_equal(made, made.blocks)
-    assert worth_cutting(made) == []
+    assert not are_blocks_equal(made, made.blocks)
+    assert find_cuttable_lists(made) == []
 
 
 JOB = """
@@ -284,7 +284,7 @@ def whole_and_few(folder: Path, name: str, setting: Setting) -> list[Trace]:
     job = folder / "job.py"
     job.write_text(JOB, encoding="utf-8")
     asked = TraceRequests(
-        job=f"{job}:{name}", settings=(setting,), device=stated("H100").devices[0], clip=1.0
+        job=f"{job}:{name}", settings=(setting,), device=parse_cluster("H100").devices[0], clip=1.0
     )
     found = []
     for whole in (True, False):
@@ -319,10 +319,10 @@ def test_a_job_traced_by_few_blocks_is_the_job_traced_whole(
         precision=precision,
     )
     whole, few = whole_and_few(tmp_path, "Job", setting)
-    assert same_program(whole, few)
+    assert has_same_program(whole, few)
     assert few.sizes == whole.sizes
     assert [few.works[one] for one in few.sequence] == [whole.works[one] for one in whole.sequence]
-    assert memory(few) == memory(whole)
+    assert estimate_memory(few) == estimate_memory(whole)
     assert few.parameters == whole.parameters
 
 
@@ -330,13 +330,13 @@ def test_a_job_traced_by_few_blocks_is_the_job_traced_whole(
 def test_two_lists_of_blocks_are_put_together(tmp_path: Path) -> None:
     setting = Setting(micro_batch=4, global_batch=4, recompute=Recompute.SELECTIVE)
     whole, few = whole_and_few(tmp_path, "Two", setting)
-    assert same_program(whole, few)
-    assert memory(few) == memory(whole)
+    assert has_same_program(whole, few)
+    assert estimate_memory(few) == estimate_memory(whole)
     assert few.recomputed == whole.recomputed == ("a.blocks (31 blocks)", "b.blocks (29 blocks)")
 
 
 def test_what_happens_at_the_tenth_block_is_not_missed(tmp_path: Path) -> None:
     setting = Setting(micro_batch=4, global_batch=4)
     whole, few = whole_and_few(tmp_path, "Strange", setting)
-    assert memory(few) == memory(whole)
-    assert same_program(whole, few)
+    assert estimate_memory(few) == estimate_memory(whole)
+    assert has_same_program(whole, few)

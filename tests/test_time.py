@@ -14,18 +14,23 @@ from trimtab.catalog.facts import calibration_file, device_facts, facts_of, fall
 from trimtab.catalog.tables import collectives, devices
 from trimtab.errors import EnvironmentFault
 from trimtab.predict import communication, op_time, step_time
-from trimtab.predict.calibration import read_own_calibration, shipped, speed, write_own_calibration
-from trimtab.predict.estimate import estimate
+from trimtab.predict.calibration import (
+    find_speed,
+    read_own_calibration,
+    shipped_calibrations,
+    write_own_calibration,
+)
+from trimtab.predict.estimate import estimate_trace
 from trimtab.spec import Calibration, Mesh, Precision, Setting, Slice, Strategy, Trace, Work
 from trimtab.trace.request import TraceRequest
-from trimtab.trace.tracer import traced
+from trimtab.trace.tracer import trace_setting
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 H200 = trimtab.cluster("H200").devices[0]
-RATES = op_time.rates(H200) or pytest.fail("the H200 has figures")
+RATES = op_time.device_rates(H200) or pytest.fail("the H200 has figures")
 FACTS = facts_of(H200)
 HOST = step_time.HostCosts(10e-6, 10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6, FACTS.step)
 
@@ -48,33 +53,35 @@ def copy(size: int) -> Work:
 
 def test_a_large_product_runs_near_the_sustained_peak_and_a_copy_near_the_bandwidth() -> None:
     large = matrix(8192, 8192, 8192)
-    assert large.flops / op_time.law(large, RATES) == pytest.approx(0.75 * 989e12, rel=0.05)
-    assert 2 * 2**30 / op_time.law(copy(2**30), RATES) == pytest.approx(0.9 * 4.8e12, rel=0.05)
+    assert large.flops / op_time.roofline_s(large, RATES) == pytest.approx(0.75 * 989e12, rel=0.05)
+    assert 2 * 2**30 / op_time.roofline_s(copy(2**30), RATES) == pytest.approx(0.9 * 4.8e12, rel=0.05)
 
 
 def test_whole_rounds_of_tiles_count() -> None:
     # 133 tiles on 132 multiprocessors take two rounds, nearly twice as long as 132.
     full, over = matrix(128 * 132, 256, 8192), matrix(128 * 133, 256, 8192)
-    assert op_time.law(over, RATES) > 1.2 * op_time.law(full, RATES)
+    assert op_time.roofline_s(over, RATES) > 1.2 * op_time.roofline_s(full, RATES)
 
 
 def test_rows_that_are_not_aligned_make_tensor_cores_slow_and_plain_fp32_not() -> None:
-    assert op_time.law(matrix(8192, 50257, 768, 2), RATES) > 3 * op_time.law(matrix(8192, 50304, 768), RATES)
+    assert op_time.roofline_s(matrix(8192, 50257, 768, 2), RATES) > 3 * op_time.roofline_s(
+        matrix(8192, 50304, 768), RATES
+    )
     plain = matrix(8192, 50257, 768, 4, "float32"), matrix(8192, 50304, 768, 16, "float32")
-    assert op_time.law(plain[0], RATES) == pytest.approx(op_time.law(plain[1], RATES), rel=0.02)
+    assert op_time.roofline_s(plain[0], RATES) == pytest.approx(op_time.roofline_s(plain[1], RATES), rel=0.02)
 
 
 def test_an_operation_that_was_measured_takes_what_was_measured() -> None:
     works = (matrix(1024, 1024, 1024), matrix(8192, 8192, 8192), copy(2**20))
     seconds = (1e-4, 2e-3, 3e-5)
     known = Calibration(device="H200 SXM 141GB", works=works, seconds=seconds)
-    found = op_time.Pace(RATES, op_time.points(known, RATES))
+    found = op_time.Pace(RATES, op_time.calibration_points(known, RATES))
     for work, second in zip(works, seconds, strict=True):
         assert found.seconds(work) == pytest.approx(second, rel=0.1)
 
 
 def test_a_faster_device_is_faster_by_the_same_corrections() -> None:
-    fast, slow = speed(H200), speed(trimtab.cluster("A100-80GB").devices[0])
+    fast, slow = find_speed(H200), find_speed(trimtab.cluster("A100-80GB").devices[0])
     assert fast is not None
     assert slow is not None
     assert fast.own
@@ -90,24 +97,24 @@ def test_a_slice_of_a_gpu_that_was_measured_is_slower_by_its_share(
     monkeypatch.setenv("TRIMTAB_CALIBRATIONS", str(tmp_path))
     share = 3 / 7
     part = H200.replace(
-        slice=Slice(profile="3g.71gb", parent="GPU-1", sm_share=share), peaks=H200.peaks.scaled(share)
+        slice=Slice(profile="3g.71gb", parent="GPU-1", sm_share=share), peaks=H200.peaks.scale(share)
     )
-    whole, cut = speed(H200), speed(part)
+    whole, cut = find_speed(H200), find_speed(part)
     assert whole is not None
     assert cut is not None
     assert not cut.own
     large = matrix(8192, 8192, 8192)
     assert cut.pace.seconds(large) / whole.pace.seconds(large) == pytest.approx(1 / share, rel=0.1)
     # What is measured on a slice is the slice's, and no other's.
-    write_own_calibration(shipped()[0].replace(device=part.kind))
+    write_own_calibration(shipped_calibrations()[0].replace(device=part.kind))
     assert read_own_calibration(H200) is None
-    own = speed(part, read_own_calibration(part))
+    own = find_speed(part, read_own_calibration(part))
     assert own is not None
     assert own.own
 
 
 def test_a_device_without_figures_has_no_speed() -> None:
-    assert speed(H200.replace(bandwidth_bytes_per_s=None)) is None
+    assert find_speed(H200.replace(bandwidth_bytes_per_s=None)) is None
 
 
 class Even:
@@ -118,7 +125,7 @@ class Even:
         return 1e-4
 
     @staticmethod
-    def handing_out(_: Work) -> float:
+    def recurrent_launch_s(_: Work) -> float:
         return 1e-2
 
 
@@ -137,19 +144,21 @@ def recurrent(layers: int, steps: int, batch: int, width: int, dtype: str = "flo
 
 def test_a_recurrent_layer_costs_the_host_its_launches_while_the_device_goes_on() -> None:
     works = [copy(1024)] * 50
-    ahead = step_time.run([*works, recurrent(2, 100, 8, 64)], Even(), HOST, backward=range(0))  # type: ignore[arg-type]
+    ahead = step_time.run_clocks([*works, recurrent(2, 100, 8, 64)], Even(), HOST, backward=range(0))  # type: ignore[arg-type]
     # 5 ms of the device, handed out in half a millisecond, while the host is at the 10 ms of launches.
     assert ahead.total_s == pytest.approx(1e-2, rel=0.2)
-    behind = step_time.run([recurrent(2, 100, 8, 64), *works], Even(), HOST, backward=range(0))  # type: ignore[arg-type]
+    behind = step_time.run_clocks([recurrent(2, 100, 8, 64), *works], Even(), HOST, backward=range(0))  # type: ignore[arg-type]
     assert behind.total_s == pytest.approx(1e-2 + 5e-3, rel=0.15)
 
 
 def test_launches_of_recurrent_layers_are_counted_by_cells() -> None:
     two, four = recurrent(2, 128, 256, 512), recurrent(4, 128, 256, 512)
-    assert op_time.handing_out(four, FACTS.law) == 2 * op_time.handing_out(two, FACTS.law) > 1e-3
-    assert op_time.handing_out(copy(1024), FACTS.law) == 0
+    assert (
+        op_time.recurrent_launch_s(four, FACTS.law) == 2 * op_time.recurrent_launch_s(two, FACTS.law) > 1e-3
+    )
+    assert op_time.recurrent_launch_s(copy(1024), FACTS.law) == 0
     # Layers run beside each other, so the device waits for steps and not for layers.
-    assert op_time.law(four, RATES) < 1.9 * op_time.law(two, RATES)
+    assert op_time.roofline_s(four, RATES) < 1.9 * op_time.roofline_s(two, RATES)
 
 
 @pytest.mark.parametrize(
@@ -165,25 +174,25 @@ def test_launches_of_recurrent_layers_are_counted_by_cells() -> None:
     ],
 )
 def test_one_layer_in_fp16_is_one_kernel(work: Work, whole: bool) -> None:
-    assert (op_time.handing_out(work, FACTS.law) == 0) is whole
+    assert (op_time.recurrent_launch_s(work, FACTS.law) == 0) is whole
 
 
 def test_a_measurement_at_the_pace_of_the_host_says_nothing_of_the_device() -> None:
     work = recurrent(3, 256, 64, 512)
-    alone = op_time.handing_out(work, FACTS.law)
-    assert alone > op_time.law(work, RATES)
+    alone = op_time.recurrent_launch_s(work, FACTS.law)
+    assert alone > op_time.roofline_s(work, RATES)
     for factor in (0.6, 1.5):
         known = Calibration(device="H200 SXM 141GB", works=(work,), seconds=(factor * alone,))
-        found = op_time.Pace(RATES, op_time.points(known, RATES))
-        assert found.handing_out(work) == pytest.approx(factor * alone * FACTS.law.cell_in_a_step)
-        assert found.seconds(work) == pytest.approx(max(1.0, factor) * op_time.law(work, RATES))
+        found = op_time.Pace(RATES, op_time.calibration_points(known, RATES))
+        assert found.recurrent_launch_s(work) == pytest.approx(factor * alone * FACTS.law.cell_in_a_step)
+        assert found.seconds(work) == pytest.approx(max(1.0, factor) * op_time.roofline_s(work, RATES))
 
 
 def test_a_product_of_a_shape_not_met_before_costs_the_host_more() -> None:
     known, new = [copy(1024)] * 100, [copy(1024).replace(fresh=True)] * 100
     for compiled in (False, True):
         usual, weighed = (
-            step_time.run(works, Even(), HOST, backward=range(0), compiled=compiled).host_s  # type: ignore[arg-type]
+            step_time.run_clocks(works, Even(), HOST, backward=range(0), compiled=compiled).host_s  # type: ignore[arg-type]
             for works in (known, new)
         )
         assert weighed - usual == pytest.approx(100 * FACTS.step.fresh_s)
@@ -192,8 +201,8 @@ def test_a_product_of_a_shape_not_met_before_costs_the_host_more() -> None:
 def test_small_operations_run_at_the_pace_of_the_host_and_large_ones_of_the_device() -> None:
     works = [copy(1024)] * 100
     slow_host = HOST._replace(forward_s=1e-3)
-    by_device = step_time.run(works, Even(), HOST, backward=range(0))  # type: ignore[arg-type]
-    by_host = step_time.run(works, Even(), slow_host, backward=range(0))  # type: ignore[arg-type]
+    by_device = step_time.run_clocks(works, Even(), HOST, backward=range(0))  # type: ignore[arg-type]
+    by_host = step_time.run_clocks(works, Even(), slow_host, backward=range(0))  # type: ignore[arg-type]
     assert by_device.total_s == pytest.approx(100 * 1e-4, rel=0.15)
     assert by_host.total_s == pytest.approx(100 * 1e-3, rel=0.15)
 
@@ -202,22 +211,22 @@ def test_waiting_for_a_value_adds_both_clocks() -> None:
     wait = Work(op="aten::_local_scalar_dense", kind="wait", dtype="")
     slow_host = HOST._replace(forward_s=1e-4)
     works = [copy(1024)] * 50
-    free = step_time.run(works * 2, Even(), slow_host, backward=range(0))  # type: ignore[arg-type]
+    free = step_time.run_clocks(works * 2, Even(), slow_host, backward=range(0))  # type: ignore[arg-type]
     waited = [step for work in works * 2 for step in (work, wait)]
-    tied = step_time.run(waited, Even(), slow_host, backward=range(0))  # type: ignore[arg-type]
+    tied = step_time.run_clocks(waited, Even(), slow_host, backward=range(0))  # type: ignore[arg-type]
     assert tied.total_s > 1.8 * free.total_s
 
 
 def test_the_host_cannot_run_more_than_a_queue_ahead() -> None:
     works = [copy(1024)] * 3000
-    found = step_time.run(works, Even(), HOST, backward=range(0))  # type: ignore[arg-type]
+    found = step_time.run_clocks(works, Even(), HOST, backward=range(0))  # type: ignore[arg-type]
     assert found.host_s < 0.2 * found.total_s
     assert found.total_s == pytest.approx(3000 * (1e-4 + FACTS.step.gap_s), rel=0.05)
 
 
 def test_collectives_grow_with_size_and_are_slower_between_nodes() -> None:
-    inside = communication.links(trimtab.cluster("8xH100"), 8)
-    across = communication.links(trimtab.cluster("2x8xH100"), 16)
+    inside = communication.find_links(trimtab.cluster("8xH100"), 8)
+    across = communication.find_links(trimtab.cluster("2x8xH100"), 16)
     assert inside.all_reduce_s(2**30, 1) == 0
     assert inside.all_reduce_s(2**30, 8) > 1.9 * inside.all_gather_s(2**30, 8)
     assert inside.all_reduce_s(2**31, 8) > 1.8 * inside.all_reduce_s(2**30, 8)
@@ -227,32 +236,32 @@ def test_collectives_grow_with_size_and_are_slower_between_nodes() -> None:
 def test_gpus_of_a_node_add_their_network_ports_up() -> None:
     """DGX H100: eight ports of 50 GB/s carry 400 GB/s between nodes: the bus bandwidth of nccl-tests."""
     size, share = 2**34, collectives().bus_share
-    h100 = communication.links(trimtab.cluster("4x8xH100"), 32)
+    h100 = communication.find_links(trimtab.cluster("4x8xH100"), 32)
     assert h100.all_gather_s(size, 32) == pytest.approx(size * 31 / 32 / (400e9 * share), rel=0.01)
-    slow = communication.links(trimtab.cluster("4x8xH100", network="80Gb/node"), 32)
+    slow = communication.find_links(trimtab.cluster("4x8xH100", network="80Gb/node"), 32)
     assert slow.all_gather_s(size, 32) == pytest.approx(size * 31 / 32 / (10e9 * share), rel=0.01)
     # NVLink is the limit where the network is faster.
-    fast = communication.links(trimtab.cluster("4x8xH100", network="3200Gb/gpu"), 32)
+    fast = communication.find_links(trimtab.cluster("4x8xH100", network="3200Gb/gpu"), 32)
     assert fast.all_gather_s(size, 32) == pytest.approx(size * 31 / 32 / (450e9 * share), rel=0.01)
 
 
 def test_copies_of_a_shard_have_one_port_each() -> None:
     """hsdp over four nodes: the four copies of a shard lie on four nodes, one GPU in each."""
-    size, among = 2**32, communication.links(trimtab.cluster("4x8xH100"), 32)
+    size, among = 2**32, communication.find_links(trimtab.cluster("4x8xH100"), 32)
     found = among.all_reduce_s(size, 4, apart=8)
     assert found == pytest.approx(2 * size * 3 / 4 / (50e9 * collectives().bus_share), rel=0.01)
 
 
 def test_the_network_that_was_taken_is_said_with_its_source() -> None:
-    words = communication.network_words(trimtab.cluster("2x8xH100"), 16)
+    words = communication.describe_network(trimtab.cluster("2x8xH100"), 16)
     assert words is not None
     assert "50 GB/s (400 Gb/s) a GPU" in words
     assert "assumed: DGX H100" in words
     assert "--network" in words
-    words = communication.network_words(trimtab.cluster("2x8xH100", network="100Gb/node"), 16)
+    words = communication.describe_network(trimtab.cluster("2x8xH100", network="100Gb/node"), 16)
     assert words is not None
     assert words.endswith("as stated by --network 100Gb/node")
-    assert communication.network_words(trimtab.cluster("2x8xH100"), 8) is None
+    assert communication.describe_network(trimtab.cluster("2x8xH100"), 8) is None
 
 
 def trace_of(works: list[Work], **other: object) -> Trace:
@@ -269,11 +278,11 @@ def test_accumulation_repeats_the_passes_and_not_the_optimizer() -> None:
         op="aten::_fused_adamw_", kind="optimizer", dtype="float32", read_bytes=2**30, dims=(10, 2**28)
     )
     trace = trace_of([*works, adam], phases={"forward": 0, "backward": 10, "optimizer": 20})
-    found = speed(H200)
+    found = find_speed(H200)
     assert found is not None
     alone = communication.Links(1.0, 1.0, 1, 1)
     once, four = (
-        step_time.step(
+        step_time.estimate_step(
             trace,
             Setting(micro_batch=1, accumulation=count, global_batch=count),
             found.pace,
@@ -288,7 +297,7 @@ def test_accumulation_repeats_the_passes_and_not_the_optimizer() -> None:
 
 
 def test_reducing_gradients_is_hidden_behind_a_long_backward_pass_only() -> None:
-    among = communication.links(trimtab.cluster("8xA100-40GB"), 8)
+    among = communication.find_links(trimtab.cluster("8xA100-40GB"), 8)
     setting = Setting(strategy=Strategy.DDP, mesh=Mesh(dp_replicate=8), micro_batch=1, global_batch=8)
     trace = trace_of([], trainable=10**9)
     hidden = step_time.exposed_communication_s(trace, setting, among, forward_s=1.0, backward_s=2.0)
@@ -331,7 +340,7 @@ def test_a_traced_step_has_the_flops_of_its_layers(tmp_path: Path, recompute: st
     file = tmp_path / "job.py"
     file.write_text(textwrap.dedent(JOB), encoding="utf-8")
     setting = Setting(micro_batch=64, global_batch=64, precision=Precision.BF16, recompute=recompute)  # type: ignore[arg-type]
-    trace = traced(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
+    trace = trace_setting(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
     each = 2 * 64 * 256 * 1024
     # Two layers in each of four blocks, forward and twice backward; the first needs no gradient of its input.
     expected = 4 * 2 * 3 * each - each
@@ -361,14 +370,14 @@ def test_a_second_measured_device_is_a_file_and_others_take_the_fallback(
     assert facts_of(a100) is second
     assert facts_of(t4) is FACTS
     setting = Setting(micro_batch=1, global_batch=1)
-    own, other = (estimate(trace_of([]), setting, device)[0] for device in (a100, t4))
+    own, other = (estimate_trace(trace_of([]), setting, device)[0] for device in (a100, t4))
     assert (own.parts.context, other.parts.context) == (400 * MIB, 760 * MIB)
     assert not any("CUDA context" in words for words in own.assumptions)
     assert any("as on an H200 (760 MiB)" in words for words in other.assumptions)
 
 
 def test_the_shipped_calibration_has_every_kind_and_dtype() -> None:
-    (h200,) = shipped()
+    (h200,) = shipped_calibrations()
     kinds = {work.kind for work in h200.works}
     assert {"matrix", "attention", "convolution", "recurrent", "pointwise", "reduction", "gather"} <= kinds
     assert {"bfloat16", "float16", "tf32", "float32"} <= {
@@ -458,7 +467,7 @@ def test_products_over_rows_that_the_model_chooses_are_fresh_and_no_others(
     file.write_text(EXPERTS.replace("ROWS", rows), encoding="utf-8")
     # A quarter of 64 rows are 16, as many as the model is wide.
     setting = Setting(micro_batch=64, global_batch=64, precision=Precision.FP32)
-    trace = traced(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
+    trace = trace_setting(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
     works = [trace.works[number] for number in trace.sequence]
     assert sum(work.fresh for work in works) == fresh
     assert all(work.kind == "matrix" for work in works if work.fresh)
@@ -486,7 +495,7 @@ def test_autocast_hands_recurrent_layers_fp16_whatever_it_is_set_to(tmp_path: Pa
     file = tmp_path / "job.py"
     file.write_text(RECURRENT, encoding="utf-8")
     setting = Setting(micro_batch=8, global_batch=8, precision=Precision.BF16)
-    trace = traced(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
+    trace = trace_setting(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
     layers = [work for work in trace.works if work.kind == "recurrent"]
     assert [layer.op for layer in layers] == ["aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"]
     assert {layer.dtype for layer in layers} == {"float16"}

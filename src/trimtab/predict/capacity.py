@@ -331,8 +331,8 @@ def _tight_reason(estimate: Estimate, limit: int, least: int, releases: float) -
             "driver and asks for new memory, so that steps take longer than predicted"
         )
     return (
-        f"it would reserve {format_bytes(estimate.band.high_bytes)} of {format_bytes(limit)}, with context and band; "
-        f"torch can release cached blocks and run in "
+        f"it would reserve {format_bytes(estimate.band.high_bytes)} of {format_bytes(limit)}, "
+        f"with context and band; torch can release cached blocks and run in "
         f"{format_bytes(estimate.with_band(least))}: {often}"
     )
 

@@ -707,7 +707,7 @@ class _KernelPlan:
         return long and self._leads_to(place, members, bulk, written=True)
 
     def _leads_to(self, place: int, members: list[int], bulk: float, *, written: bool = False) -> bool:
-        """Return whether a large (with `written`: and written) tensor of the kernel depends on an operation."""
+        """Return whether a large (with `written`: written) tensor of the kernel depends on an operation."""
         reached = set(self.flow.makes[place])
         if written and any(self.flow.sizes[tensor] >= bulk for tensor in reached & self.written):
             return True

@@ -1,1 +1,1 @@
-"""From a job to a Trace: every allocation and operation of two steps, on fake tensors, without a GPU."""
+"""Trace a job: record every allocation and operation of its first steps, on fake tensors, without a GPU."""

@@ -1,7 +1,7 @@
-"""End a process when its parent ends, whatever ends the parent.
+"""Child processes: end them with their parent, and limit their memory.
 
 A parent that is killed cannot end its children. So every child asks the system for a signal when its parent
-is gone (Linux), or looks for the parent twice a second in a thread (other systems).
+ends (Linux), or checks for the parent twice a second in a thread (other systems).
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from trimtab.errors import JobFailed, WrongUse
 from trimtab.units import GIB
 
 PARENT = "TRIMTAB_PARENT"
-"""Environment variable: the process id of whoever started this process."""
+"""Environment variable with the process id of the parent."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl."""
-LOOK_S = 0.5
+"""Option of Linux's prctl."""
+POLL_S = 0.5
 
 
 def parent_variable() -> dict[str, str]:
-    """Return what a child process needs in its environment to know its parent."""
+    """Return the environment variable that tells a child process its parent."""
     return {PARENT: str(os.getpid())}
 
 
 def end_with_parent(parent: int | None = None) -> None:
     """End this process when its parent ends; at once if the parent is already gone.
 
-    `parent` is the process id of the parent; without it, the environment says so.
+    `parent` is the process id of the parent; default: from the environment.
     """
-    told = os.environ.get(PARENT, "")
+    variable = os.environ.get(PARENT, "")
     first = parent or os.getppid()
-    parent = parent or (int(told) if told.isdecimal() else first)
+    parent = parent or (int(variable) if variable.isdecimal() else first)
     signalled = _ask_for_signal()
-    # The parent may have ended before the system was asked.
+    # The parent may have ended before the signal was set up.
     if _is_gone(parent, first):
-        _end()
+        _end_process()
     if not signalled:
-        threading.Thread(target=_watch, args=(parent, first), daemon=True).start()
+        threading.Thread(target=_watch_parent, args=(parent, first), daemon=True).start()
 
 
 def _ask_for_signal() -> bool:
-    """Ask Linux to kill this process when its parent ends; False where that is not possible."""
+    """Ask Linux to kill this process when its parent ends; return False if that is not possible."""
     if sys.platform != "linux":
         return False
     import ctypes
@@ -57,19 +57,19 @@ def _ask_for_signal() -> bool:
     return False
 
 
-def _watch(parent: int, first: int) -> None:
+def _watch_parent(parent: int, first: int) -> None:
     while not _is_gone(parent, first):
-        time.sleep(LOOK_S)
-    _end()
+        time.sleep(POLL_S)
+    _end_process()
 
 
 def _is_gone(parent: int, first: int) -> bool:
-    """Whether the parent has ended: this process has another parent now, or there is no such process."""
+    """Return whether the parent has ended: this process has a new parent, or the parent does not exist."""
     if os.getppid() != first:
         return True
     if parent == first:
         return False
-    # Something stands between the two, such as a script that starts Python.
+    # Another process is between the two, such as a script that starts Python.
     try:
         os.kill(parent, 0)
     except ProcessLookupError:
@@ -79,60 +79,61 @@ def _is_gone(parent: int, first: int) -> bool:
     return False
 
 
-def _end() -> None:
-    """End this process, and its session where it leads one: whatever the job has started ends with it."""
+def _end_process() -> None:
+    """End this process, and its session if it leads one, with all processes that the job has started."""
     if os.getpgrp() == os.getpid() == os.getsid(0):
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 
-# How much memory of this host a tracing process really holds, and how much it may.
+# Host memory of tracing processes.
 #
-# Fake tensors have no memory, so a trace needs little: whoever takes much is the job's own code, with numpy
-# or with tensors that it makes before anything is traced. Limits of the kernel do not help here: they count
-# addresses, of which torch's libraries take many, and not memory. So the processes are watched from
-# outside.
+# Fake tensors have no memory, so a trace needs little. Only the job's own code can need much, with numpy or
+# with tensors that it makes before tracing starts. Kernel limits (ulimit) do not help: they count addresses,
+# of which torch's libraries reserve many, and not memory. So the parent watches its processes.
 
 
-VARIABLE = "TRIMTAB_HOST_GIB"
+LIMIT_VARIABLE = "TRIMTAB_HOST_GIB"
 LIMIT_GIB = 3.0
-"""With the interpreter and torch that is under 4 GiB; a trace of a large model takes a tenth of it."""
+"""Below 4 GiB with the interpreter and torch; a trace of a large model needs a tenth of it."""
 
-SMALL = GIB // 2
+SMALL_BYTES = GIB // 2
 
 
-def limit_bytes() -> int:
-    """What tracing may hold in all; TRIMTAB_HOST_GIB says otherwise."""
-    text = os.environ.get(VARIABLE, "")
+def memory_limit_bytes() -> int:
+    """Return the memory limit of all tracing processes together; TRIMTAB_HOST_GIB overrides it."""
+    text = os.environ.get(LIMIT_VARIABLE, "")
     try:
         gib = float(text) if text else LIMIT_GIB
     except ValueError:
         gib = 0.0
     if not gib > 0:
         raise WrongUse(
-            f"{VARIABLE}={text}", found="it is no number above 0", cure=f"Leave it out: {LIMIT_GIB:g} GiB."
+            f"{LIMIT_VARIABLE}={text}",
+            found="it is no number above 0",
+            cure=f"Leave it out: {LIMIT_GIB:g} GiB.",
         )
     return int(min(gib, 2**20) * GIB)
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process has for itself; what it shares with its original and with files is left out.
+    """Return the private memory of a process, without memory shared with its parent and with files.
 
-    0 for a process that is gone. Below half a GiB it is not asked what is shared, which takes time.
+    0 for a process that has ended. Below 0.5 GiB, shared memory is not subtracted, because that takes time.
     """
     try:
         _, resident, mapped, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
-        held = (int(resident) - int(mapped)) * mmap.PAGESIZE
-        if held <= SMALL:
-            return held
+        resident_size = (int(resident) - int(mapped)) * mmap.PAGESIZE
+        if resident_size <= SMALL_BYTES:
+            return resident_size
         text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     except OSError:
-        return 0 if Path("/proc/self/smaps_rollup").exists() else _resident(pid)
+        return 0 if Path("/proc/self/smaps_rollup").exists() else _psutil_resident_bytes(pid)
     return 1024 * sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_"))
 
 
-def _resident(pid: int) -> int:
-    """All memory of a process, on systems that do not say what is shared."""
+def _psutil_resident_bytes(pid: int) -> int:
+    """Return all memory of a process, on systems that do not report shared memory."""
     import psutil
 
     try:
@@ -141,13 +142,15 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def too_much(given: str) -> JobFailed:
-    """The error of a job that takes real memory while it is only looked at."""
+def memory_limit_error(given: str) -> JobFailed:
+    """Return the error of a job that takes too much host memory while it is traced."""
     return JobFailed(
         given,
-        found=f"it took more than {limit_bytes() / GIB:g} GiB of this host's memory while it was traced",
+        found=(
+            f"it took more than {memory_limit_bytes() / GIB:g} GiB of this host's memory while it was traced"
+        ),
         cure=(
             "Make tensors in model() and batch() with torch on the default device, where they take none, or "
-            f"allow more with {VARIABLE}=N."
+            f"allow more with {LIMIT_VARIABLE}=N."
         ),
     )

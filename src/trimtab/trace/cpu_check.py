@@ -1,8 +1,8 @@
-"""Runs one small step of a job for real on the CPU, to find out whether its own code is at fault.
+"""Run one small step of a job on the CPU, to find out whether its own code is at fault.
 
-When tracing fails, either the job is wrong or trimtab cannot follow it. A process of its own, with no
-pretended device, loads the job, builds the model and runs loss() and backward() on two samples. It has a
-limit of time and memory; a model that is too large for this machine is not tried.
+When tracing fails, either the job has a bug or trimtab cannot follow it. A separate process, without a fake
+device, loads the job, builds the model and runs loss() and backward() on two samples. Time and memory are
+limited; a model that is too large for this machine is not tried.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
-from trimtab.jobs.load import failed, load
+from trimtab.jobs.load import job_error, load_job
 from trimtab.spec import Noun
 from trimtab.trace.child_process import end_with_parent
-from trimtab.trace.server import Say, ask_all, serve
+from trimtab.trace.server import SendAnswer, ask_all, serve
 from trimtab.units import GIB
 
 TIMEOUT_S = 60.0
 FEW_SAMPLES = 2
 LARGEST_MODEL = GIB
-"""Weights of more bytes are not built for this: gradients and activations come on top."""
+"""Models with more bytes of weights are not tried: gradients and activations need memory too."""
 MEMBERS = ("load", "model()", "batch()", "loss()")
-"""How far a rehearsal goes, in order."""
+"""Stages of a check, in order."""
 NO_GPU = ("NVIDIA driver", "CUDA enabled", "CUDA devices are available", "CUDA_HOME", "CUDA is not available")
-"""Words of errors that only say that there is no GPU here."""
+"""Parts of error messages that only report a missing GPU."""
 
 
 class CpuCheck(Noun, frozen=True, kw_only=True):
-    """A job to run, and how far."""
+    """A job to run, and the last stage to run."""
 
     job: str
     overrides: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies an empty dict given as a default
     micro_batch: int = FEW_SAMPLES
     member: str = "loss()"
-    """One of MEMBERS: the last that is run."""
+    """One of MEMBERS: the last stage to run."""
 
 
 class CpuCheckResult(NamedTuple):
-    """What a rehearsal showed."""
+    """Result of a check."""
 
     failure: TrimtabError | None = None
-    """What the job raised by itself."""
+    """The error of the job itself."""
     untried: str = ""
-    """Why it was not tried; empty where it ran."""
+    """Why it was not tried; empty if it ran."""
 
 
 def check_on_cpu(request: CpuCheck, *, timeout_s: float = TIMEOUT_S) -> CpuCheckResult:
-    """Run the job in a process of its own."""
+    """Run the check in a separate process."""
     try:
         (answer, *_) = ask_all(
             "trimtab.trace.cpu_check", request, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=timeout_s, watch=True
         )
     except TrimtabError as error:
-        # Too slow, too large, or the process was killed: that says nothing about the job.
+        # Too slow, too large, or killed: the job may still be correct.
         return CpuCheckResult(untried=error.found)
     if isinstance(answer, TrimtabError):
         if any(words in answer.found for words in NO_GPU):
@@ -65,27 +65,27 @@ def check_on_cpu(request: CpuCheck, *, timeout_s: float = TIMEOUT_S) -> CpuCheck
     return CpuCheckResult(untried=answer.get("untried", ""))
 
 
-def judged(error: CannotFollow, outcome: CpuCheckResult) -> TrimtabError:
-    """The error of a trace, blaming the job only where the job failed by itself."""
+def blame_error(error: CannotFollow, outcome: CpuCheckResult) -> TrimtabError:
+    """Return the error to report for a failed trace: the job's own error only if it fails by itself."""
     if outcome.failure is not None:
         return outcome.failure
     if outcome.untried:
-        said = f"Whether the job runs by itself was not tried: {outcome.untried}."
+        note = f"Whether the job runs by itself was not tried: {outcome.untried}."
     else:
-        said = "The job itself is fine: it runs on a small input on the CPU."
-    return CannotFollow(error.given, found=error.found, cure=f"{said} {error.cure}")
+        note = "The job itself is fine: it runs on a small input on the CPU."
+    return CannotFollow(error.given, found=error.found, cure=f"{note} {error.cure}")
 
 
-def run(request: CpuCheck) -> dict[str, str]:
-    """Run a small step in this process; raises JobFailed where the job does."""
+def run_small_step(request: CpuCheck) -> dict[str, str]:
+    """Run a small step in this process; raise JobFailed if the job fails."""
     import torch
 
     try:
-        job = load(request.job, request.overrides)
+        job = load_job(request.job, request.overrides)
     except TrimtabError as error:
         if request.member == "load":
             raise
-        # It was loaded before, with the pretended device.
+        # It was loaded before, with the fake device.
         return {"untried": f"without a GPU it does not load ({error.found})"}
     if request.member == "load":
         return {}
@@ -93,41 +93,41 @@ def run(request: CpuCheck) -> dict[str, str]:
     size = _weights_bytes(job)
     if size > LARGEST_MODEL:
         return {"untried": f"its weights take {size / GIB:.1f} GiB"}
-    model = _called("model()", job.model)
+    model = _call_member("model()", job.model)
     if request.member == "model()":
         return {}
     small = min(FEW_SAMPLES, request.micro_batch)
     try:
-        _step(job, model, small, request.member)
+        _run_step(job, model, small, request.member)
     except JobFailed:
         # Some jobs have a smallest batch.
         if request.micro_batch == small:
             raise
-        _step(job, model, request.micro_batch, request.member)
+        _run_step(job, model, request.micro_batch, request.member)
     if request.member == "batch()":
-        # A batch may fail at the size that was asked for alone.
-        _called(f"batch({request.micro_batch})", job.batch, request.micro_batch)
+        # A batch may fail only at the requested size.
+        _call_member(f"batch({request.micro_batch})", job.batch, request.micro_batch)
     return {}
 
 
-def _step(job: Any, model: Any, size: int, member: str) -> None:
-    batch = _called(f"batch({size})", job.batch, size)
+def _run_step(job: Any, model: Any, size: int, member: str) -> None:
+    batch = _call_member(f"batch({size})", job.batch, size)
     if member != "batch()":
-        loss = _called("loss()", job.loss, model, batch)
+        loss = _call_member("loss()", job.loss, model, batch)
         if loss.dim() == 0 and loss.requires_grad:
-            _called("loss()", loss.backward)
+            _call_member("loss()", loss.backward)
 
 
-def _called(member: str, function: Any, *args: Any) -> Any:
+def _call_member(member: str, function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
         cure = f"Fix {member}: it fails on the CPU too, on a small input and without trimtab's tracing."
-        raise failed(member, error, cure) from error
+        raise job_error(member, error, cure) from error
 
 
 def _weights_bytes(job: Any) -> int:
-    """Bytes of the model's weights; 0 where the model cannot be built without memory."""
+    """Return the bytes of the model's weights; 0 if the model cannot be built on the meta device."""
     import torch
 
     try:
@@ -138,13 +138,13 @@ def _weights_bytes(job: Any) -> int:
         return 0
 
 
-def _work(text: str, say: Say) -> None:
+def _answer_request(text: str, say: SendAnswer) -> None:
     warnings.simplefilter("ignore")
-    # Whatever ends the process that asks ends this one too, and it never computes for longer than it may.
+    # End with the parent process, and limit the CPU time.
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_CPU, (2 * int(TIMEOUT_S), 2 * int(TIMEOUT_S)))
-    say(msgspec.json.encode(run(CpuCheck.from_json(text))))
+    say(msgspec.json.encode(run_small_step(CpuCheck.from_json(text))))
 
 
 if __name__ == "__main__":
-    serve(_work)
+    serve(_answer_request)

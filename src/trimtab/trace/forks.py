@@ -1,7 +1,7 @@
-"""Many answers from one start: a process forks a copy of itself for every task, a few at a time.
+"""Run tasks in forks of this process, a few at a time.
 
-The process has done what all tasks share, imports above all. Each fork works on its own task and ends. If it
-crashes or takes too much memory, that is the answer of its task alone.
+Do the work that all tasks share, mainly imports, before you fork. Each fork runs one task and exits. A crash
+or a memory limit affects only the answer of that task.
 """
 
 from __future__ import annotations
@@ -16,21 +16,26 @@ import time
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from trimtab.trace.child_process import end_with_parent, limit_bytes, resident_bytes, too_much
-from trimtab.trace.server import answer_with, encode_error, process_died, took_too_long
+from trimtab.trace.child_process import (
+    end_with_parent,
+    memory_limit_bytes,
+    memory_limit_error,
+    resident_bytes,
+)
+from trimtab.trace.server import answer_with, crash_error, encode_error, timeout_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.errors import TrimtabError
-    from trimtab.trace.server import Say
+    from trimtab.trace.server import SendAnswer
 
-AT_ONCE = 2
-"""Forks at a time, if there are as many cores; a fork may have as many of its own."""
+MAX_FORKS = 2
+"""Forks at a time, if there are as many cores; a fork may start as many of its own."""
 PAUSE_S = 0.02
 
 Task = Any
-"""A function that is given the way to answer, and answers."""
+"""A function that takes a SendAnswer function and calls it."""
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Fork:
     """A running copy of this process."""
 
     number: int
-    """The number of its task."""
+    """Index of its task."""
     pid: int
     answer: IO[bytes]
     errors: IO[bytes]
@@ -47,26 +52,26 @@ class Fork:
     """Why we killed it, if we did."""
 
 
-def at_once() -> int:
+def max_forks() -> int:
     """Return how many forks may run at a time: no more than this process has cores."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return max(1, min(AT_ONCE, cores))
+    return max(1, min(MAX_FORKS, cores))
 
 
-def forked(
-    tasks: Sequence[Callable[[Say], None]],
+def run_forked(
+    tasks: Sequence[Callable[[SendAnswer], None]],
     given: str,
     *,
     timeout_s: float,
     learn: Callable[[bytes], None] = lambda _: None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Run every task in a fork of this process; yield number and answer of each, as they come.
+    """Run every task in a fork of this process; yield index and answer of each as it finishes.
 
-    An answer is JSON as `server.decode_answer` reads it. `given` names the job in errors. `learn` sees each
-    answer while there are forks yet to be made.
+    An answer is JSON for `server.decode_answer`. `given` names the job in errors. `learn` is called with each
+    answer while further forks have to be started.
     """
-    most = at_once()
+    most = max_forks()
     waiting = list(enumerate(tasks))
     running: list[Fork] = []
     # Forks share memory until they write to it; collecting garbage would write everywhere.
@@ -74,12 +79,12 @@ def forked(
     while waiting or running:
         while waiting and len(running) < most:
             number, task = waiting.pop(0)
-            running.append(_fork(number, task, timeout_s))
-        _watch(running, given, timeout_s)
-        ended = [(fork, status) for fork in running if (status := _status(fork)) is not None]
+            running.append(_start_fork(number, task, timeout_s))
+        _enforce_limits(running, given, timeout_s)
+        ended = [(fork, status) for fork in running if (status := _exit_code(fork)) is not None]
         for fork, status in ended:
             running.remove(fork)
-            answer = _answer(fork, status, given)
+            answer = _read_answer(fork, status, given)
             if waiting:
                 learn(answer)
             yield fork.number, answer
@@ -87,8 +92,8 @@ def forked(
             time.sleep(PAUSE_S)
 
 
-def _fork(number: int, task: Task, timeout_s: float) -> Fork:
-    answer = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the copy
+def _start_fork(number: int, task: Task, timeout_s: float) -> Fork:
+    answer = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the fork
     errors = tempfile.TemporaryFile()  # noqa: SIM115
     sys.stdout.flush()
     sys.stderr.flush()
@@ -104,7 +109,7 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
         os.dup2(errors.fileno(), 2)
         answer_with(task, answer)
         code = 0
-    except BaseException:  # noqa: BLE001 - a copy must never go on with what its original was doing
+    except BaseException:  # noqa: BLE001 - a fork must never continue the work of its parent
         sys.excepthook(*sys.exc_info())
     finally:
         with contextlib.suppress(Exception):
@@ -115,40 +120,40 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
 def _use_one_thread() -> None:
     """Compute with one thread: the threads of torch's OpenMP pool do not survive a fork.
 
-    If the original has computed with several threads, the copy would wait forever for threads that are gone.
+    If the parent has computed with several threads, the fork would wait forever for threads that are gone.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
 
 
-def _status(fork: Fork) -> int | None:
+def _exit_code(fork: Fork) -> int | None:
     pid, status = os.waitpid(fork.pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if pid else None
 
 
-def _watch(running: list[Fork], given: str, timeout_s: float) -> None:
-    """Kill a fork that takes too long, and the largest if they take too much memory together."""
+def _enforce_limits(running: list[Fork], given: str, timeout_s: float) -> None:
+    """Kill forks that exceed the time limit; if all forks exceed the memory limit, kill the largest."""
     late = [fork for fork in running if time.monotonic() > fork.ends_at]
     for fork in late:
-        _end(fork, took_too_long(given, timeout_s))
+        _kill_fork(fork, timeout_error(given, timeout_s))
     sizes = {fork.pid: resident_bytes(fork.pid) for fork in running}
-    if sum(sizes.values()) > limit_bytes():
-        _end(max(running, key=lambda fork: sizes[fork.pid]), too_much(given))
+    if sum(sizes.values()) > memory_limit_bytes():
+        _kill_fork(max(running, key=lambda fork: sizes[fork.pid]), memory_limit_error(given))
 
 
-def _end(fork: Fork, failure: TrimtabError) -> None:
+def _kill_fork(fork: Fork, failure: TrimtabError) -> None:
     fork.failure = fork.failure or failure
     with contextlib.suppress(ProcessLookupError):
         os.kill(fork.pid, signal.SIGKILL)
 
 
-def _answer(fork: Fork, status: int, given: str) -> bytes:
+def _read_answer(fork: Fork, status: int, given: str) -> bytes:
     with fork.answer, fork.errors:
         fork.answer.seek(0)
-        said = fork.answer.read()
-        if fork.failure is None and status == 0 and said:
-            return said
+        answer = fork.answer.read()
+        if fork.failure is None and status == 0 and answer:
+            return answer
         fork.errors.seek(0)
         text = fork.errors.read().decode(errors="replace")
-    return encode_error(fork.failure or process_died(given, status, text))
+    return encode_error(fork.failure or crash_error(given, status, text))

@@ -1,8 +1,8 @@
-"""Finds out whether a job's loss is additive over samples: on a small real batch, in a child process.
+"""Check on a small batch, in a child process, whether a job's loss is additive over samples.
 
-The job's model is built on the CPU, in float64 where it can be. A model that is too large keeps one block of
-each list of repeated blocks, and its sequences are cut short where the job has an option `seq`. What is still
-too large, takes too long or fails is unknown, and says so.
+The job's model is built on the CPU, in float64 if possible. A model that is too large keeps one block of each
+list of repeated blocks. Sequences are shortened if the job has an option `seq`. If the model is still too
+large, takes too long or fails, the result is "unknown", with the reason.
 """
 
 from __future__ import annotations
@@ -14,103 +14,103 @@ import msgspec
 
 from trimtab.cache import BATCH_LOSSES
 from trimtab.errors import TrimtabError
-from trimtab.jobs.job import is_cached, loss_function, stated_additive
-from trimtab.jobs.load import load
+from trimtab.jobs.job import has_embeddings, loss_function, stated_additive
+from trimtab.jobs.load import load_job
 from trimtab.spec import BatchLoss
 from trimtab.spec.base import Noun
-from trimtab.trace.job_summary import Named, named_key
-from trimtab.trace.server import Say, ask_all, serve
+from trimtab.trace.job_summary import NamedJob, named_job_key
+from trimtab.trace.server import SendAnswer, ask_all, serve
 
 if TYPE_CHECKING:
     from torch import nn
 
 TIMEOUT_S = 40.0
-MOST_PARAMETERS = 60_000_000
-"""Of the model that is really run: twice its size in float64 for gradients is 1 GiB."""
-SHORT = 64
-"""Positions of a sample, for jobs that have an option `seq`."""
-UNTOUCHED = 2**20
-"""Tensors with more elements are not filled while a large model is built: most of them are cut off again."""
+MAX_PARAMETERS = 60_000_000
+"""Largest model to run: with gradients, it needs 1 GiB in float64."""
+SHORT_SEQ = 64
+"""Sequence length of the check, for jobs that have an option `seq`."""
+MAX_FILLED = 2**20
+"""Tensors with more elements are not initialised while a large model is built: most are removed again."""
 
 
 class LossQuery(Noun, frozen=True, kw_only=True):
-    """A job, and whether only its layers are looked at."""
+    """A job to check, or whose BatchNorm layers to count."""
 
     job: str
     overrides: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
     layers_only: bool = False
 
 
-def batch_loss(job: str, overrides: dict[str, Any] | None = None, *, cache: bool = True) -> BatchLoss:
+def check_batch_loss(job: str, overrides: dict[str, Any] | None = None, *, cache: bool = True) -> BatchLoss:
     """Return whether the loss of a job is additive over samples, cached while its source is unchanged."""
-    named = Named(job=job, overrides=overrides or {})
-    key = named_key(named)
+    named = NamedJob(job=job, overrides=overrides or {})
+    key = named_job_key(named)
     cached = BATCH_LOSSES.load(key, BatchLoss.from_json) if cache else None
     if cached is not None:
         return cached
-    found = _asked(named)
-    BATCH_LOSSES.store(key, found.to_json())
-    return found
+    result = _ask_child(named)
+    BATCH_LOSSES.store(key, result.to_json())
+    return result
 
 
-def _asked(named: Named) -> BatchLoss:
-    look = LossQuery(job=named.job, overrides=named.overrides)
-    found = _answer(look)
-    if not isinstance(found, TrimtabError):
-        return found
-    # What took too long was the small batch; the layers are counted without memory.
-    layers = _answer(look.replace(layers_only=True))
-    known = BatchLoss() if isinstance(layers, TrimtabError) else layers
-    return known.replace(why=_short(found))
+def _ask_child(named: NamedJob) -> BatchLoss:
+    query = LossQuery(job=named.job, overrides=named.overrides)
+    answer = _ask_once(query)
+    if not isinstance(answer, TrimtabError):
+        return answer
+    # The small batch took too long or failed; counting layers needs no memory.
+    layers = _ask_once(query.replace(layers_only=True))
+    counted = BatchLoss() if isinstance(layers, TrimtabError) else layers
+    return counted.replace(why=_shorten_error(answer))
 
 
-def _answer(look: LossQuery) -> BatchLoss | TrimtabError:
+def _ask_once(query: LossQuery) -> BatchLoss | TrimtabError:
     env = {"CUDA_VISIBLE_DEVICES": ""}
     try:
-        (answer,) = ask_all("trimtab.trace.loss_check", look, env, timeout_s=TIMEOUT_S, watch=True)
+        (answer,) = ask_all("trimtab.trace.loss_check", query, env, timeout_s=TIMEOUT_S, watch=True)
     except TrimtabError as error:
         return error
     return answer if isinstance(answer, TrimtabError) else BatchLoss.from_builtins(answer)
 
 
-def _short(error: TrimtabError) -> str:
+def _shorten_error(error: TrimtabError) -> str:
     return error.found.replace("its first steps took", "the check took").replace("while it was traced", "")
 
 
-def looked_at(job: Any) -> BatchLoss:
-    """The verdict on a job, in this process: what it says itself, or what a small batch shows."""
-    if is_cached(job):
+def check_job(job: Any) -> BatchLoss:
+    """Return whether the loss of a job is additive: as the job declares, or by a small batch."""
+    if has_embeddings(job):
         return BatchLoss(additive=True, stated=True, why="embed() and loss_of() cut the batch exactly")
     stated = stated_additive(job)
     if stated is not None:
         return BatchLoss(additive=stated, stated=True, why=f"the job says additive = {stated}")
-    return found_out(job)
+    return check_small_batch(job)
 
 
-def found_out(job: Any) -> BatchLoss:
-    """The same by a small batch, whatever the job says."""
-    from trimtab.engine.additive_loss import SAMPLES
+def check_small_batch(job: Any) -> BatchLoss:
+    """Return whether the loss is additive by a small batch, whatever the job declares."""
+    from trimtab.engine.additive_loss import TEST_SAMPLES
 
-    samples = min(SAMPLES, max(1, int(getattr(job, "global_batch", SAMPLES) or SAMPLES)))
+    samples = min(TEST_SAMPLES, max(1, int(getattr(job, "global_batch", TEST_SAMPLES) or TEST_SAMPLES)))
     if samples == 1:
         return BatchLoss(additive=True, why="a step has one sample")
-    if isinstance(getattr(job, "seq", None), int) and job.seq > SHORT:
-        job.seq = SHORT
-    model, why = _built(job)
+    if isinstance(getattr(job, "seq", None), int) and job.seq > SHORT_SEQ:
+        job.seq = SHORT_SEQ
+    model, why = _build_model(job)
     if model is None:
         return BatchLoss(why=why)
-    return _judged(job, model, samples)
+    return _judge_loss(job, model, samples)
 
 
-def _judged(job: Any, model: nn.Module, samples: int) -> BatchLoss:
-    """By float64; by float32 where the job does not compute in float64."""
+def _judge_loss(job: Any, model: nn.Module, samples: int) -> BatchLoss:
+    """Compare in float64; in float32 if the job does not support float64."""
     import torch
 
-    from trimtab.engine.additive_loss import ROUNDING, LossComparison, in_double, judge
+    from trimtab.engine.additive_loss import ROUNDING, LossUnderTest, check_additivity, convert_to_double
     from trimtab.jobs.job import Job
 
     own = getattr(type(job), "weight", None)
-    question = LossComparison(
+    question = LossUnderTest(
         model=model,
         loss=loss_function(job),
         weight=None if own in (None, Job.weight) else job.weight,
@@ -119,100 +119,102 @@ def _judged(job: Any, model: nn.Module, samples: int) -> BatchLoss:
     batch = job.batch(samples)
     try:
         model.double()
-        return judge(question, in_double(batch), samples, gradients=True, rounding=ROUNDING[torch.float64])
+        return check_additivity(
+            question, convert_to_double(batch), samples, gradients=True, rounding=ROUNDING[torch.float64]
+        )
     except Exception:  # noqa: BLE001 - a job may insist on float32
         model.float()
-        return judge(question, batch, samples, gradients=True, rounding=ROUNDING[torch.float32])
+        return check_additivity(question, batch, samples, gradients=True, rounding=ROUNDING[torch.float32])
 
 
-def _built(job: Any) -> tuple[nn.Module | None, str]:
-    """The job's model on the CPU, or why there is none; a large one with one block of each list."""
+def _build_model(job: Any) -> tuple[nn.Module | None, str]:
+    """Return the job's model on the CPU, or None and the reason; a large one has one block of each list."""
     import torch
 
-    count = _counted(job)
+    count = _count_parameters(job)
     torch.manual_seed(0)
-    if count is not None and count > MOST_PARAMETERS:
-        model = _cut_down(job)
+    if count is not None and count > MAX_PARAMETERS:
+        model = _build_cut_model(job)
         left = sum(parameter.numel() for parameter in model.parameters())
-        if left > MOST_PARAMETERS:
+        if left > MAX_PARAMETERS:
             return None, f"the model has {count / 1e6:,.0f} million parameters, too many to run on the CPU"
-        _fill(model)
+        _fill_parameters(model)
     else:
         model = job.model()
     return model.train(), ""
 
 
-def _counted(job: Any) -> int | None:
-    """Parameters of the model, counted without memory; None where it cannot be built so."""
+def _count_parameters(job: Any) -> int | None:
+    """Return the number of parameters; None if the model cannot be built on the meta device."""
     import torch
 
     try:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in job.model().parameters())
-    except Exception:  # noqa: BLE001 - the real build will tell
+    except Exception:  # noqa: BLE001 - the real build reports the error
         return None
 
 
-def _layers(job: Any) -> int:
-    """BatchNorm layers of the model, counted without memory; 0 where it cannot be built so."""
+def _count_batch_norms(job: Any) -> int:
+    """Return the number of BatchNorm layers; 0 if the model cannot be built on the meta device."""
     import torch
 
-    from trimtab.engine.additive_loss import batch_norms
+    from trimtab.engine.additive_loss import find_batch_norms
 
     try:
         with torch.device("meta"):
-            return len(batch_norms(job.model()))
+            return len(find_batch_norms(job.model()))
     except Exception:  # noqa: BLE001 - as above
         return 0
 
 
-def _cut_down(job: Any) -> nn.Module:
-    """The model with the first block of every list of repeated blocks; large tensors are not filled."""
+def _build_cut_model(job: Any) -> nn.Module:
+    """Return the model with the first block of every list of repeated blocks; large tensors uninitialised."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from trimtab.engine.build import repeated_blocks
+    from trimtab.engine.build import find_repeated_blocks
 
     class Unfilled(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = func.overloadpacket.__name__
-            if name.endswith("_") and args and getattr(args[0], "numel", lambda: 0)() > UNTOUCHED:
+            if name.endswith("_") and args and getattr(args[0], "numel", lambda: 0)() > MAX_FILLED:
                 return args[0]
             return func(*args, **(kwargs or {}))
 
     with Unfilled():
         model: nn.Module = job.model()
-    for _, blocks in repeated_blocks(model):
+    for _, blocks in find_repeated_blocks(model):
         del blocks[1:]  # type: ignore[operator]  # a ModuleList or a Sequential
     return model
 
 
-def _fill(model: nn.Module) -> None:
+def _fill_parameters(model: nn.Module) -> None:
     import torch
 
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.numel() > UNTOUCHED:
+            if parameter.numel() > MAX_FILLED:
                 parameter.normal_(0, 0.02)
 
 
-def _work(text: str, say: Say) -> None:
+def _answer_request(text: str, say: SendAnswer) -> None:
     warnings.simplefilter("ignore")
-    look = LossQuery.from_json(text)
-    job = load(look.job, look.overrides)
-    layers = _layers(job)
+    query = LossQuery.from_json(text)
+    job = load_job(query.job, query.overrides)
+    layers = _count_batch_norms(job)
     try:
-        found = BatchLoss() if look.layers_only else looked_at(job)
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and tracing will tell
+        result = BatchLoss() if query.layers_only else check_job(job)
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything; tracing reports it
         line = (str(error).strip().split("\n") or [""])[0][:200]
-        found = BatchLoss(why=f"on a small batch on the CPU the job raised {type(error).__name__}: {line}")
-    whole = getattr(job, "global_batch", None)
-    # Also of a job that says itself how its loss adds up, and of blocks that were cut off.
-    found = found.replace(
-        global_batch=whole if isinstance(whole, int) and whole > 0 else None,
-        batch_norms=max(found.batch_norms, layers),
+        result = BatchLoss(why=f"on a small batch on the CPU the job raised {type(error).__name__}: {line}")
+    global_batch = getattr(job, "global_batch", None)
+    # Also for a job that declares its loss, and with the blocks that were removed.
+    result = result.replace(
+        global_batch=global_batch if isinstance(global_batch, int) and global_batch > 0 else None,
+        batch_norms=max(result.batch_norms, layers),
     )
-    say(msgspec.json.encode(found.to_builtins()))
+    say(msgspec.json.encode(result.to_builtins()))
 
 
 if __name__ == "__main__":
-    serve(_work)
+    serve(_answer_request)

@@ -1,6 +1,7 @@
-"""Finds the long list of equal blocks that most of a large model is, and takes most of them out.
+"""Find long lists of equal blocks in a model and remove most of the blocks.
 
-What runs for one block runs for all of them (`trimtab.trace.block_growth`), so that a few tell the rest.
+Equal blocks run the same program, so a trace with a few of them gives the trace with all
+(`trimtab.trace.block_growth`).
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from trimtab.engine.build import repeated_blocks
-from trimtab.trace.block_growth import FEW
+from trimtab.engine.build import find_repeated_blocks
+from trimtab.trace.block_growth import FEW_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from trimtab.spec import Trace
 
-MANY = 16
-"""From here on a list is long."""
-MOST_LISTS = 2
-WORTH = 0.7
-"""Share of the work of the whole that small models may take: checking them takes some as well."""
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+MIN_LENGTH = 16
+"""The shortest list that is worth cutting."""
+MAX_LISTS = 2
+WORTHWHILE_SHARE = 0.7
+"""Largest share of the whole model's work that small models may need: checking them takes time too."""
+PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 
 
-class Repeated(NamedTuple):
+class RepeatedBlocks(NamedTuple):
     """A list of equal blocks."""
 
     name: str
@@ -35,115 +36,120 @@ class Repeated(NamedTuple):
     """The list itself."""
     length: int
     leaves: int
-    """Modules without modules in one block: what a trace of it takes is taken to go with them."""
+    """Leaf modules per block: the time of a trace is assumed to be proportional to them."""
 
 
-def worth_cutting(model: nn.Module) -> list[Repeated]:
-    """The long lists of equal blocks, where small models with a few of them are less work than the whole.
+def find_cuttable_lists(model: nn.Module) -> list[RepeatedBlocks]:
+    """Return the long lists of equal blocks, if tracing small models is less work than tracing the whole.
 
-    Every list doubles the number of small models: each goes with few of its blocks and with one more.
+    Every list doubles the number of small models: each is traced with few blocks and with one more.
     """
-    found = [
-        Repeated(name, one, len(list(one.children())), leaves(next(one.children())))
-        for name, one in repeated_blocks(model)
+    lists = [
+        RepeatedBlocks(name, blocks, len(list(blocks.children())), count_leaves(next(blocks.children())))
+        for name, blocks in find_repeated_blocks(model)
         if name
     ]
-    found = [one for one in found if one.length >= MANY and are_equal(model, one.blocks)]
-    found.sort(key=lambda one: -one.length * one.leaves)
-    whole = leaves(model)
-    best = min(range(min(len(found), MOST_LISTS) + 1), key=lambda count: _work(whole, found[:count]))
-    return found[:best] if _work(whole, found[:best]) < WORTH * whole else []
+    lists = [item for item in lists if item.length >= MIN_LENGTH and are_blocks_equal(model, item.blocks)]
+    lists.sort(key=lambda item: -item.length * item.leaves)
+    whole = count_leaves(model)
+    best = min(range(min(len(lists), MAX_LISTS) + 1), key=lambda count: _count_work(whole, lists[:count]))
+    return lists[:best] if _count_work(whole, lists[:best]) < WORTHWHILE_SHARE * whole else []
 
 
-def _work(whole: int, lists: list[Repeated]) -> float:
-    """Leaves that are run in all of the small models."""
+def _count_work(whole: int, lists: list[RepeatedBlocks]) -> float:
+    """Return the number of leaf modules that run in all small models together."""
     rest = whole - sum(items.length * items.leaves for items in lists)
-    return 2 ** len(lists) * (rest + sum((FEW + 0.5) * items.leaves for items in lists))
+    return 2 ** len(lists) * (rest + sum((FEW_BLOCKS + 0.5) * items.leaves for items in lists))
 
 
-def leaves(module: nn.Module) -> int:
-    """Modules that have no modules inside."""
-    return sum(1 for one in module.modules() if not one._modules)
+def count_leaves(module: nn.Module) -> int:
+    """Return the number of modules without submodules."""
+    return sum(1 for submodule in module.modules() if not submodule._modules)
 
 
-def are_equal(model: nn.Module, blocks: nn.Module) -> bool:
-    """Whether the blocks of a list differ in nothing but their values and their number."""
+def are_blocks_equal(model: nn.Module, blocks: nn.Module) -> bool:
+    """Return whether the blocks of a list differ only in tensor values and in their index."""
     each = list(blocks.children())
-    own = [_held(block) for block in each]
+    own = [_collect_ids(block) for block in each]
     inside = set().union(*own)
-    outside = _held(model, but=blocks)
+    outside = _collect_ids(model, but=blocks)
     if len(inside) < sum(map(len, own)) or inside & outside:
-        # Something belongs to two of them, or to one and to the rest of the model.
+        # Blocks share a tensor or module with each other or with the rest of the model.
         return False
-    natures = [_nature(block) for block in each]
+    natures = [_describe_block(block) for block in each]
     if any(len(nature) != len(natures[0]) for nature in natures):
         return False
-    return all(_same(column) for column in zip(*natures, strict=True))
+    return all(_is_same_trait(column) for column in zip(*natures, strict=True))
 
 
-def _same(column: tuple[Hashable, ...]) -> bool:
-    """Whether a trait is the same in all blocks, or the number of the block in each."""
+def _is_same_trait(column: tuple[Hashable, ...]) -> bool:
+    """Return whether a trait is the same in all blocks, or is the index of each block."""
     return len(set(column)) == 1 or column == tuple(range(len(column)))
 
 
-def _held(module: nn.Module, but: nn.Module | None = None) -> set[int]:
-    """The tensors and modules of a module, by identity."""
-    found: set[int] = set()
+def _collect_ids(module: nn.Module, but: nn.Module | None = None) -> set[int]:
+    """Return the ids of the tensors and submodules of a module, without those of `but`."""
+    ids: set[int] = set()
     waiting = [module]
     while waiting:
-        one = waiting.pop()
-        if one is but:
+        submodule = waiting.pop()
+        if submodule is but:
             continue
-        found.add(id(one))
-        found |= {
-            id(tensor) for tensor in (*one._parameters.values(), *one._buffers.values()) if tensor is not None
+        ids.add(id(submodule))
+        ids |= {
+            id(tensor)
+            for tensor in (*submodule._parameters.values(), *submodule._buffers.values())
+            if tensor is not None
         }
-        waiting += [child for child in one._modules.values() if child is not None]
-    return found
+        waiting += [child for child in submodule._modules.values() if child is not None]
+    return ids
 
 
-def _nature(block: nn.Module) -> list[Hashable]:
-    """All that the program of a block can depend on, save values of tensors."""
-    found: list[Hashable] = []
+def _describe_block(block: nn.Module) -> list[Hashable]:
+    """Return everything that the program of a block can depend on, except tensor values."""
+    traits: list[Hashable] = []
     for name, module in block.named_modules():
-        found.append((name, type(module)))
+        traits.append((name, type(module)))
         for tensors in (module._parameters, module._buffers):
-            found += [(key, _layout(tensor)) for key, tensor in tensors.items()]
+            traits += [(key, _tensor_layout(tensor)) for key, tensor in tensors.items()]
         for key, value in sorted(vars(module).items()):
             if key not in BOOKKEEPING:
-                found += [key, *_traits(value)]
-    return found
+                traits += [key, *_comparable_traits(value)]
+    return traits
 
 
-def _layout(tensor: torch.Tensor | None) -> Hashable:
+def _tensor_layout(tensor: torch.Tensor | None) -> Hashable:
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _traits(value: Any) -> list[Hashable]:
-    """A value as far as it can be compared; of what cannot, the type."""
-    if isinstance(value, PLAIN):
+def _comparable_traits(value: Any) -> list[Hashable]:
+    """Return the comparable parts of a value; for parts that cannot be compared, their type."""
+    if isinstance(value, PLAIN_TYPES):
         return [value]
     if isinstance(value, list | tuple):
-        return [type(value), len(value), *(trait for one in value for trait in _traits(one))]
+        return [type(value), len(value), *(trait for item in value for trait in _comparable_traits(item))]
     if isinstance(value, dict):
-        return [len(value), *(trait for key, one in value.items() for trait in (str(key), *_traits(one)))]
+        return [
+            len(value),
+            *(trait for key, item in value.items() for trait in (str(key), *_comparable_traits(item))),
+        ]
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return [getattr(value, "__code__", kind)]
 
 
-def cut(repeated: Repeated, count: int) -> list[nn.Module]:
-    """Leave the first blocks of a list; the others are returned, and hold their memory while they live."""
+def cut_blocks(repeated: RepeatedBlocks, count: int) -> list[nn.Module]:
+    """Cut a list to its first blocks; return the others, which keep their memory while referenced."""
     taken = list(repeated.blocks.children())[count:]
-    assert isinstance(repeated.blocks, nn.ModuleList | nn.Sequential)  # noqa: S101 - as they are found
+    assert isinstance(repeated.blocks, nn.ModuleList | nn.Sequential)  # noqa: S101 - find_repeated_blocks returns these
     del repeated.blocks[count:]
     return taken
 
 
-def made(trace: Trace) -> list[tuple[int, str, str]]:
-    """What is allocated from the first step on, in order: size, operation and module."""
-    numbers = [one for one in trace.order[trace.marks["step0"] :] if one >= 0]
+def list_allocations(trace: Trace) -> list[tuple[int, str, str]]:
+    """Return size, operation and module of each allocation from the first step on, in order."""
+    numbers = [number for number in trace.order[trace.marks["step0"] :] if number >= 0]
     return [
         (trace.sizes[number], trace.op_names[trace.ops[number]], trace.module_names[trace.modules[number]])
         for number in numbers

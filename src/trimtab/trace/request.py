@@ -1,4 +1,4 @@
-"""What a tracing process is asked: settings of one job, for one device."""
+"""Requests to the worker process: settings of one job to trace for one device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TraceRequests(Noun, frozen=True, kw_only=True):
     device: Device
     clip: float | None = None
     timeout_s: float = 600.0
-    """For each of them."""
+    """Time limit per setting."""
     whole: bool = False
-    """Whether all blocks of a model are traced, however many are equal."""
+    """Whether to trace all blocks of a model, even if many are equal."""
 
     def each(self) -> list[TraceRequest]:
-        """Return one request a setting."""
+        """Return one request per setting."""
         return [
             TraceRequest(
                 job=self.job, overrides=self.overrides, setting=setting, device=self.device, clip=self.clip

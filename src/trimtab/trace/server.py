@@ -1,12 +1,12 @@
-"""The worker process that traces: a client for it, its messages, and the modules it imports early.
+"""Client of the worker process that traces: its messages, and the modules it imports early.
 
     with WorkerProcess() as worker:
         worker.ask_all(requests, timeout_s=600)
         worker.ask_all(others, timeout_s=600)    # starts at once: torch and the job are loaded
 
-The user's code runs in child processes only. A request goes in as a line of JSON; a line of JSON with an
-answer or an error comes out. `WorkerProcess` serves many trace requests about one job. `ask` starts a process
-for one small question, such as what a job says of itself.
+The user's code runs in child processes only. A request is a line of JSON on stdin; an answer or an error
+is a line of JSON on stdout. `WorkerProcess` serves many trace requests for one job. `ask` starts a process
+for one small question, such as the workload of a job.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from trimtab.errors import JobFailed, TrimtabError, error_from_dict
 from trimtab.jobs.job import Job
 from trimtab.trace.child_process import (
     end_with_parent,
-    limit_bytes,
+    memory_limit_bytes,
+    memory_limit_error,
     parent_variable,
     resident_bytes,
-    too_much,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     Answer = dict[str, Any] | TrimtabError
 
-Say = Any
+SendAnswer = Any
 """A function that takes the answer and ends the process."""
 PAUSE_S = 0.05
 REPEATABLE = {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
@@ -79,14 +79,14 @@ class JobRequest(Protocol):
 def ask(
     module: str, request: JobRequest, env: dict[str, str], *, timeout_s: float, show: bool = False
 ) -> dict[str, Any]:
-    """Run a module on a request and return its answer; raise its error, or that it died."""
+    """Run a module on a request and return its answer; raise its error, or JobFailed if it crashed."""
     (answer,) = ask_all(module, request, env, timeout_s=timeout_s, show=show)
     if isinstance(answer, TrimtabError):
         raise answer
     return answer
 
 
-def ask_all(  # noqa: PLR0913 - who is asked what, and how long
+def ask_all(  # noqa: PLR0913 - a request, and how to run it
     module: str,
     request: JobRequest,
     env: dict[str, str],
@@ -102,7 +102,7 @@ def ask_all(  # noqa: PLR0913 - who is asked what, and how long
     """
     require_supported_torch()
     job = f"job {request.job}"
-    # A session of its own: whatever it starts ends with it.
+    # In a new session, so that all processes that it starts end with it.
     process = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
@@ -123,7 +123,7 @@ def ask_all(  # noqa: PLR0913 - who is asked what, and how long
     except ValueError:
         answers = []
     if not answers:
-        raise process_died(job, process.returncode, (err or b"").decode(errors="replace"))
+        raise crash_error(job, process.returncode, (err or b"").decode(errors="replace"))
     return answers
 
 
@@ -139,9 +139,9 @@ def _exchange(
         except subprocess.TimeoutExpired as error:
             text = None
             if time.monotonic() > ends_at:
-                raise took_too_long(job, timeout_s) from error
-        if watch and resident_bytes(process.pid) > limit_bytes():
-            raise too_much(job)
+                raise timeout_error(job, timeout_s) from error
+        if watch and resident_bytes(process.pid) > memory_limit_bytes():
+            raise memory_limit_error(job)
 
 
 def encode_error(error: TrimtabError) -> bytes:
@@ -157,9 +157,9 @@ def decode_answer(line: bytes) -> dict[str, Any] | TrimtabError:
     return error_from_dict(answer["error"]) if "error" in answer else answer
 
 
-def process_died(job: str, status: int, said: str) -> JobFailed:
+def crash_error(job: str, status: int, stderr: str) -> JobFailed:
     """Return the error of a process that ended without an answer."""
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+    last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "it said nothing")
     how = f"signal {-status}" if status < 0 else f"exit code {status}"
     return JobFailed(
         job,
@@ -168,8 +168,8 @@ def process_died(job: str, status: int, said: str) -> JobFailed:
     )
 
 
-def took_too_long(job: str, timeout_s: float) -> JobFailed:
-    """Return the error of a job whose first steps do not end in time."""
+def timeout_error(job: str, timeout_s: float) -> JobFailed:
+    """Return the error of a job whose first steps exceed the time limit."""
     return JobFailed(
         job,
         found=f"its first steps took more than {timeout_s:.0f} s",
@@ -177,13 +177,13 @@ def took_too_long(job: str, timeout_s: float) -> JobFailed:
     )
 
 
-def answer_with(work: Callable[[Say], None], answer: IO[bytes]) -> None:
+def answer_with(work: Callable[[SendAnswer], None], answer: IO[bytes]) -> None:
     """Let `work` write its answer into a file; an error of ours that it raises is an answer too."""
 
     def say(what: dict[str, Any] | bytes) -> NoReturn:
         answer.write(what if isinstance(what, bytes) else msgspec.json.encode(what))
         answer.close()
-        # No destructors: what a worker put into torch must outlive everything.
+        # No destructors: patches of torch must outlive all objects.
         os._exit(0)
 
     try:
@@ -192,7 +192,7 @@ def answer_with(work: Callable[[Say], None], answer: IO[bytes]) -> None:
         say(encode_error(error))
 
 
-def serve(work: Callable[[str, Say], None]) -> None:
+def serve(work: Callable[[str, SendAnswer], None]) -> None:
     """Run as a child process: call `work` with the text of the request and a function to answer with."""
     end_with_parent()
     answer = redirect_stdout()
@@ -223,7 +223,7 @@ class WorkerProcess:
         self._pending: deque[TraceRequests] = deque()
         """Requests without an answer so far, in the order in which they were sent."""
         self._prefetched: dict[tuple[float | None, Setting], Answer] = {}
-        """Answers that were not asked for yet, by gradient clipping and setting."""
+        """Answers that were not requested yet, by gradient clipping and setting."""
         self._unread = bytearray()
         """Bytes after the last answer."""
         self.last: TraceRequests | None = None
@@ -249,15 +249,15 @@ class WorkerProcess:
     def ask_all(self, requests: TraceRequests, *, timeout_s: float) -> list[Answer]:
         """Return the answer or the error to each request; only one error if the job cannot be loaded."""
         self.last = requests
-        wanted = [(requests.clip, setting) for setting in requests.settings]
+        keys = [(requests.clip, setting) for setting in requests.settings]
         try:
             self._ensure_process(requests)
             coming = {(sent.clip, setting) for sent in self._pending for setting in sent.settings}
-            missing = [key for key in wanted if key not in self._prefetched and key not in coming]
-            if missing or not wanted:
+            missing = [key for key in keys if key not in self._prefetched and key not in coming]
+            if missing or not keys:
                 self._send(requests.replace(settings=tuple(setting for _, setting in missing)))
             ends_at = time.monotonic() + timeout_s
-            while self._pending and not (wanted and all(key in self._prefetched for key in wanted)):
+            while self._pending and not (keys and all(key in self._prefetched for key in keys)):
                 sent = self._pending.popleft()
                 lines = self._answer(requests, ends_at, timeout_s).splitlines()
                 if len(lines) < len(sent.settings):
@@ -267,8 +267,8 @@ class WorkerProcess:
                 for setting, line in zip(sent.settings, lines, strict=False):
                     self._prefetched[sent.clip, setting] = decode_answer(line)
             # An answer is used once; the same setting may come twice in the requests.
-            taken = {key: self._prefetched.pop(key) for key in dict.fromkeys(wanted)}
-            return [taken[key] for key in wanted]
+            taken = {key: self._prefetched.pop(key) for key in dict.fromkeys(keys)}
+            return [taken[key] for key in keys]
         except BaseException:
             self.close()
             raise
@@ -322,22 +322,22 @@ class WorkerProcess:
     def _answer(self, requests: TraceRequests, ends_at: float, timeout_s: float) -> bytes:
         """Return the answers to one request; raise if the process takes too much time or memory."""
         process, given = self._process, f"job {requests.job}"
-        assert process is not None  # noqa: S101 - it was asked
+        assert process is not None  # noqa: S101 - a request was sent
         assert process.stdout is not None  # noqa: S101 - with a pipe
-        said = self._unread
-        # Answers are lines of JSON, so that END is in none of them.
-        while (end := said.find(END)) < 0:
+        received = self._unread
+        # Answers are lines of JSON, so END cannot occur inside an answer.
+        while (end := received.find(END)) < 0:
             if select.select([process.stdout], [], [], PAUSE_S)[0]:
                 more = os.read(process.stdout.fileno(), 2**20)
                 if not more:
-                    raise process_died(given, process.wait(), self._read_stderr())
-                said += more
+                    raise crash_error(given, process.wait(), self._read_stderr())
+                received += more
             elif time.monotonic() > ends_at:
-                raise took_too_long(given, timeout_s)
-            elif resident_bytes(process.pid) > limit_bytes():
-                raise too_much(given)
-        answer = bytes(said[:end]).strip()
-        del said[: end + len(END)]
+                raise timeout_error(given, timeout_s)
+            elif resident_bytes(process.pid) > memory_limit_bytes():
+                raise memory_limit_error(given)
+        answer = bytes(received[:end]).strip()
+        del received[: end + len(END)]
         return answer
 
     def _read_stderr(self) -> str:
@@ -368,12 +368,12 @@ def import_ahead(job: Any) -> None:
             job.import_ahead()
     for member in MEMBERS:
         for module, names in imported_modules(getattr(type(job), member, None)):
-            # What cannot be imported is the job's to complain about, when it gets there.
+            # If an import fails here, the job reports it when it runs.
             with contextlib.suppress(Exception):
-                found = importlib.import_module(module)
+                package = importlib.import_module(module)
                 for name in names:
-                    # Packages that load their parts late do so when a name is asked for.
-                    getattr(found, name, None)
+                    # Lazy packages import their parts on attribute access.
+                    getattr(package, name, None)
 
 
 def imported_modules(function: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -399,7 +399,7 @@ def imported_since(before: Collection[str]) -> list[str]:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import what a fork of this process had to import, for the forks to come."""
+    """Import modules that a fork of this process had to import, so that later forks have them."""
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)

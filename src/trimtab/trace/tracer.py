@@ -1,4 +1,4 @@
-"""Traces of a job, from the cache or from a worker process; and cache keys of questions about a job."""
+"""Get traces of a job, from the cache or from a worker process; compute cache keys of jobs and traces."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.cache import TRACES, code_fingerprint, fingerprint, key_of
+from trimtab.cache import TRACES, code_fingerprint, fingerprint, make_key
 from trimtab.errors import TrimtabError
 from trimtab.jobs.registry import FOLDER, comes_with_trimtab
 from trimtab.spec import Trace
-from trimtab.trace.forks import at_once
+from trimtab.trace.forks import max_forks
 from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
 from trimtab.version import VERSION
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 600.0
 COMPILED_TIMEOUT_S = 1800.0
-"""The compiler's own work grows faster than the model does."""
+"""The compile time grows faster than the model."""
 NOT_TRACED = frozenset({"micro_batch", "accumulation", "global_batch", "allocator", "workers"})
 """Fields of a Setting that are not in the cache key of a trace.
 
-A step is traced without accumulation, and the allocator comes in when the trace is replayed. The micro-batch
-follows the key, so that the traces of one family are found together.
+A step is traced without accumulation, and the allocator matters only when the trace is replayed. The
+micro-batch is a suffix of the key, so that the traces of one family can be listed together.
 """
 NOT_TRACING = frozenset(
     {
@@ -40,9 +40,9 @@ NOT_TRACING = frozenset(
 """Packages of trimtab that no trace depends on."""
 
 
-def traced(request: TraceRequest, *, cache: bool = True) -> Trace:
+def trace_setting(request: TraceRequest, *, cache: bool = True) -> Trace:
     """Return the trace of a request, from the cache if job, code and versions are unchanged."""
-    (found,) = traced_all(
+    (trace,) = trace_settings(
         request.job,
         [request.setting],
         request.device,
@@ -50,12 +50,12 @@ def traced(request: TraceRequest, *, cache: bool = True) -> Trace:
         clip=request.clip,
         cache=cache,
     )
-    if isinstance(found, TrimtabError):
-        raise found
-    return found
+    if isinstance(trace, TrimtabError):
+        raise trace
+    return trace
 
 
-def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
+def trace_settings(  # noqa: PLR0913 - the fields of a TraceRequest, with several settings
     job: str,
     settings: Sequence[Setting],
     device: Device,
@@ -65,10 +65,10 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
     cache: bool = True,
     worker: WorkerProcess | None = None,
 ) -> list[Trace | TrimtabError]:
-    """Return the trace of each setting of a job, or why there is none; trace what is not cached.
+    """Return the trace or the error of each setting of a job; trace settings that are not cached.
 
-    What fails for all of them, such as a job that cannot be loaded, is raised. Without `worker`, a worker
-    process is started for this call.
+    An error that concerns all settings, such as a job that cannot be loaded, is raised. Without `worker`,
+    a worker process is started for this call.
     """
     requests = TraceRequests(
         job=job,
@@ -79,21 +79,23 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
         timeout_s=COMPILED_TIMEOUT_S if any(setting.compile for setting in settings) else TIMEOUT_S,
     )
     keys = [trace_key(request) for request in requests.each()]
-    found: dict[str, Trace | TrimtabError] = {}
+    answers: dict[str, Trace | TrimtabError] = {}
     if cache:
-        found = {key: trace for key in keys if (trace := load_trace(key)) is not None}
-    missing = {key: setting for key, setting in zip(keys, requests.settings, strict=True) if key not in found}
+        answers = {key: trace for key in keys if (trace := load_trace(key)) is not None}
+    missing = {
+        key: setting for key, setting in zip(keys, requests.settings, strict=True) if key not in answers
+    }
     if missing:
-        asked = requests.replace(settings=tuple(missing.values()))
-        for key, answer in zip(missing, _ask(asked, worker), strict=True):
-            found[key] = answer
+        uncached = requests.replace(settings=tuple(missing.values()))
+        for key, answer in zip(missing, _ask_worker(uncached, worker), strict=True):
+            answers[key] = answer
             if isinstance(answer, Trace):
                 TRACES.store(key, answer.to_json())
-    return [found[key] for key in keys]
+    return [answers[key] for key in keys]
 
 
-def _ask(requests: TraceRequests, worker: WorkerProcess | None) -> list[Trace | TrimtabError]:
-    rounds = 1 + -(-len(requests.settings) // at_once())
+def _ask_worker(requests: TraceRequests, worker: WorkerProcess | None) -> list[Trace | TrimtabError]:
+    rounds = 1 + -(-len(requests.settings) // max_forks())
     timeout_s = rounds * requests.timeout_s
     if worker is not None:
         answers = worker.ask_all(requests, timeout_s=timeout_s)
@@ -101,7 +103,7 @@ def _ask(requests: TraceRequests, worker: WorkerProcess | None) -> list[Trace | 
         with WorkerProcess() as own_worker:
             answers = own_worker.ask_all(requests, timeout_s=timeout_s)
     if len(answers) < len(requests.settings):
-        # The job could not be loaded, or is not there.
+        # The job could not be loaded, or does not exist.
         raise next(answer for answer in answers if isinstance(answer, TrimtabError))
     return [
         answer if isinstance(answer, TrimtabError) else Trace.from_builtins(answer["trace"])
@@ -128,15 +130,17 @@ def cached_family(request: TraceRequest) -> dict[int, Trace]:
 
 
 def family_key(request: TraceRequest) -> str:
-    """Return a cache key of everything that a trace depends on beside the micro-batch."""
+    """Return a cache key of everything that a trace depends on, except the micro-batch."""
     setting = request.setting
     # One device has no other ranks to synchronise with.
     alone = {"sync_batchnorm"} if setting.gpus == 1 else set()
-    return job_key(request.job, key_of(request, frozenset({"setting"})), key_of(setting, NOT_TRACED | alone))
+    return job_key(
+        request.job, make_key(request, frozenset({"setting"})), make_key(setting, NOT_TRACED | alone)
+    )
 
 
 def job_key(job: str, *question: Any) -> str:
-    """Return a cache key of a question about a job; it changes with the job, our code, the versions."""
+    """Return a cache key for a question about a job; it changes with the job, our code and versions."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"trimtab": VERSION, "python": sys.version}
@@ -161,10 +165,10 @@ def _sources(job: str) -> list[Path]:
     from importlib.util import find_spec
 
     try:
-        found = find_spec(job.rpartition(":")[0])
+        spec = find_spec(job.rpartition(":")[0])
     except (ImportError, ValueError):
-        found = None
-    return [Path(found.origin)] if found and found.origin else []
+        spec = None
+    return [Path(spec.origin)] if spec and spec.origin else []
 
 
 def _digest(file: Path) -> str:

@@ -1,7 +1,7 @@
-"""The child process that traces: requests come in on stdin, a line of JSON each; Traces or errors go out.
+"""The worker process that traces: reads requests from stdin, a line of JSON each; writes traces or errors.
 
-It pretends to have the target device, which cannot be undone, and runs the user's code: hence a process of
-its own. What all settings of a job share, imports above all, is done once; each is traced in a fork.
+It installs a fake CUDA device, which cannot be undone, and runs the user's code: hence a separate process.
+Work that all settings of a job share, mainly imports, is done once; each setting is traced in a fork.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import msgspec
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
 from trimtab.jobs.job import Job
-from trimtab.jobs.load import cannot_follow, failed, load
+from trimtab.jobs.load import job_error, load_job, tracing_error
 from trimtab.spec import PARTS, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.strategies.base import ALIKE, RankKind
-from trimtab.trace.block_growth import FEW, extended
+from trimtab.trace.block_growth import FEW_BLOCKS, extend_blocks
 from trimtab.trace.child_process import end_with_parent
-from trimtab.trace.cpu_check import CpuCheck, check_on_cpu, judged
-from trimtab.trace.forks import forked
+from trimtab.trace.cpu_check import CpuCheck, blame_error, check_on_cpu
+from trimtab.trace.forks import run_forked
 from trimtab.trace.request import TraceRequest, TraceRequests
 from trimtab.trace.server import (
     END,
-    Say,
+    SendAnswer,
     decode_answer,
     encode_error,
     import_ahead,
@@ -44,39 +44,39 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trimtab.trace.cpu_check import CpuCheckResult
-    from trimtab.trace.repeated_blocks import Repeated
+    from trimtab.trace.repeated_blocks import RepeatedBlocks
 
 STEPS = 3
-"""The first step makes optimizer states and workspaces, the second has all of them, the third shows how the
-allocator settles."""
+"""The first step creates optimizer states and workspaces, the second has all of them, the third shows the
+steady state of the allocator."""
 
 
 WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
-"""How a model of many equal blocks is traced: all of them; a few for all; that, and a forward pass of all of
-them beside it."""
+"""How to trace a model of many equal blocks: all of them; only a few; or a few, checked against a forward
+pass of all."""
 
 
 def seed_random_numbers() -> None:
-    """Draw the same random numbers in every process: an estimate asked for twice has one answer."""
+    """Seed random numbers equally in every process, so that estimates are reproducible."""
     import torch
 
     random.seed(0)
     torch.manual_seed(0)
 
 
-def ready(requests: TraceRequests) -> Any:
-    """Pretend to have the device and load the job; then import what every trace will need."""
-    from trimtab.trace.fake_cuda import imitate
+def prepare_job(requests: TraceRequests) -> Any:
+    """Install the fake device and load the job; then import what every trace needs."""
+    from trimtab.trace.fake_cuda import install_fake_cuda
 
-    imitate(requests.device)
+    install_fake_cuda(requests.device)
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
     seed_random_numbers()
-    job = load(requests.job, requests.overrides)
+    job = load_job(requests.job, requests.overrides)
     import_ahead(job)
     return job
 
 
-def trace(  # noqa: PLR0913 - what to trace, and how
+def trace_job(  # noqa: PLR0913 - a request, and how to trace it
     job: Any,
     request: TraceRequest,
     deliver: Callable[[Trace, str], None],
@@ -85,14 +85,14 @@ def trace(  # noqa: PLR0913 - what to trace, and how
     how: str = CHECKED,
     timeout_s: float = 600.0,
 ) -> None:
-    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it.
+    """Run the first steps of a job on fake tensors, record them, and deliver the trace.
 
-    `how` says whether a few of its equal blocks may stand for all of them, and is delivered as it came out.
+    `how` says whether tracing a few of its equal blocks is enough; the way that was used is delivered too.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from trimtab.trace.compiled import watch
+    from trimtab.trace.compiled import patch_torch_compile
     from trimtab.trace.kernels import Kernels
     from trimtab.trace.recorder import Recorder
 
@@ -100,27 +100,27 @@ def trace(  # noqa: PLR0913 - what to trace, and how
         _join_fake_group(request.setting)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(Kernels(request.device), fake_mode)
-    watch(recorder)
+    patch_torch_compile(recorder)
     if _may_compile(job):
-        # Again, now that torch.compile is watched: a file may call it while it is loaded.
-        job = load(request.job, request.overrides)
+        # Load again, now that torch.compile is watched: a file may call it at import.
+        job = load_job(request.job, request.overrides)
     with fake_mode, recorder:
-        # Constants are made on the host and lifted, never copied to a device that is not there.
+        # Constants are created on the host and lifted, never copied to a device that does not exist.
         torch._C._set_only_lift_cpu_tensors(True)
-        model = _model(job, request, recorder, rank.branch)
-        built = _Built(job, model, request, recorder, rank)
-        found = None
-        # A stage has some of the blocks only: those are traced as they are.
-        if how != WHOLE and rank.stage is None and not recorder.compiles and not request.setting.compile:
-            found = _from_few(built, check=how == CHECKED, timeout_s=timeout_s)
-        if found is not None:
-            deliver(found, how)
+        model = _build_model(job, request, recorder, rank.branch)
+        built = _BuiltModel(job, model, request, recorder, rank)
+        trace = None
+        # A pipeline stage has only some of the blocks: they are all traced.
+        if how != WHOLE and rank.stage is None and not recorder.uses_compile and not request.setting.compile:
+            trace = _trace_by_few_blocks(built, check=how == CHECKED, timeout_s=timeout_s)
+        if trace is not None:
+            deliver(trace, how)
         else:
-            deliver(_whole(built), WHOLE)
+            deliver(_trace_model(built), WHOLE)
 
 
-class _Built(NamedTuple):
-    """A model that was built, and all that is needed to trace its steps."""
+class _BuiltModel(NamedTuple):
+    """A model, and everything that is needed to trace its steps."""
 
     job: Any
     model: Any
@@ -129,15 +129,20 @@ class _Built(NamedTuple):
     rank: RankKind
 
 
-def _whole(built: _Built, *, forward: bool = False) -> Trace:
-    """The trace of the model as it is now; with `forward`, of its first forward pass alone."""
+def _trace_model(built: _BuiltModel, *, forward: bool = False) -> Trace:
+    """Trace the model as it is now; with `forward`, only its first forward pass."""
     from trimtab.trace import fake_ops
 
     recorder = built.recorder
-    counts = _steps(built, forward=forward)
+    counts = _run_steps(built, forward=forward)
     recorder.paused = True
     chosen = built.job.assumptions if isinstance(built.job, Job) else ()
-    assumed = (*chosen, *recorder.kernels.assumptions, *fake_ops.assumptions(), *recorder.kernels.unfused)
+    assumed = (
+        *chosen,
+        *recorder.kernels.assumptions,
+        *fake_ops.list_script_assumptions(),
+        *recorder.kernels.unfused_notes,
+    )
     compiled = counts.pop("lost_compiled", {})
     assumed += tuple(f"under torch.compile {text}" for text in compiled)
     if not forward:
@@ -146,7 +151,7 @@ def _whole(built: _Built, *, forward: bool = False) -> Trace:
 
 
 def _no_compile_gain(recorder: Any, unfused: dict[str, None]) -> str:
-    """Why torch.compile would not make this step faster, as far as an eager trace shows."""
+    """Return why torch.compile would not make this step faster; empty if the eager trace shows no reason."""
     if recorder.kernels.double_backward:
         return "the loss differentiates a gradient, which torch.compile does not support"
     calls = {work.op for work in recorder.works if work.kind == "call"}
@@ -155,68 +160,72 @@ def _no_compile_gain(recorder: Any, unfused: dict[str, None]) -> str:
     return "attention loses its fused kernel" if unfused else ""
 
 
-def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
-    """The trace by those of the model with few of its equal blocks; None where it has to be traced whole.
+def _trace_by_few_blocks(built: _BuiltModel, *, check: bool, timeout_s: float) -> Trace | None:
+    """Compute the trace from traces with few equal blocks; None if the whole model has to be traced.
 
-    With `check` the same has to hold for a forward pass, of which the whole is traced as well: a job may do
-    something at the tenth block that the first four do not show. For that the plainest setting will do.
+    With `check`, a forward pass computed in this way must equal a traced one of the whole model: a job may do
+    something at the tenth block that the first four do not show. The check uses the simplest setting.
     """
-    from trimtab.trace.repeated_blocks import made, worth_cutting
+    from trimtab.trace.repeated_blocks import find_cuttable_lists, list_allocations
 
-    lists = worth_cutting(built.model)
+    lists = find_cuttable_lists(built.model)
     if not lists:
         return None
     given = f"job {built.request.job}"
-    small = list(itertools.product((FEW, FEW + 1), repeat=len(lists)))
+    small = list(itertools.product((FEW_BLOCKS, FEW_BLOCKS + 1), repeat=len(lists)))
 
-    def traced(built: _Built, sizes: list[tuple[int, ...]], *, forward: bool) -> list[Trace]:
-        tasks = [_few(built, dict(zip(lists, size, strict=True)), forward=forward) for size in sizes]
-        answers = dict(forked(tasks, given, timeout_s=timeout_s))
+    def traced(built: _BuiltModel, sizes: list[tuple[int, ...]], *, forward: bool) -> list[Trace]:
+        tasks = [
+            _few_blocks_task(built, dict(zip(lists, size, strict=True)), forward=forward) for size in sizes
+        ]
+        answers = dict(run_forked(tasks, given, timeout_s=timeout_s))
         return [Trace.from_json(answers[place]) for place in range(len(tasks))]
 
     try:
         if check:
             all_of_them = tuple(items.length for items in lists)
-            *some, whole = traced(_plainly(built), [*small, all_of_them], forward=True)
-            guess = _joined(some, lists)
-            if guess is None or made(guess) != made(whole):
+            *some, whole = traced(_simplify_setting(built), [*small, all_of_them], forward=True)
+            guess = _extend_lists(some, lists)
+            if guess is None or list_allocations(guess) != list_allocations(whole):
                 return None
-        return _joined(traced(built, small, forward=False), lists)
+        return _extend_lists(traced(built, small, forward=False), lists)
     except TrimtabError:
-        # Whatever is wrong, the whole model will say it better, or not have it.
+        # On any error, trace the whole model: it succeeds or gives a better message.
         return None
 
 
-def _joined(some: list[Trace], lists: list[Repeated]) -> Trace | None:
-    """The whole from small models: of each two neighbours, one has a block more of the last list."""
+def _extend_lists(some: list[Trace], lists: list[RepeatedBlocks]) -> Trace | None:
+    """Extend traces of small models to the whole; of each two neighbours, one has one block more."""
     if not lists:
         return some[0]
     *others, last = lists
     longer = [
-        extended(few, more, blocks=last.name, known=FEW + 1, wanted=last.length)
+        extend_blocks(few, more, blocks=last.name, traced=FEW_BLOCKS + 1, total=last.length)
         for few, more in zip(some[::2], some[1::2], strict=True)
     ]
-    found = [one for one in longer if one is not None]
-    return _joined(found, others) if len(found) == len(longer) else None
+    extended = [trace for trace in longer if trace is not None]
+    return _extend_lists(extended, others) if len(extended) == len(longer) else None
 
 
-def _few(built: _Built, counts: dict[Repeated, int], *, forward: bool) -> Callable[[Say], None]:
-    """Trace the model with the first blocks of its lists alone."""
+def _few_blocks_task(
+    built: _BuiltModel, counts: dict[RepeatedBlocks, int], *, forward: bool
+) -> Callable[[SendAnswer], None]:
+    """Return a task that traces the model with only the first blocks of its lists."""
 
-    def task(say: Say) -> None:
-        from trimtab.trace.repeated_blocks import cut
+    def task(say: SendAnswer) -> None:
+        from trimtab.trace.repeated_blocks import cut_blocks
 
-        # Those that were cut off are there all the same: they hold their memory.
-        taken = [cut(key, count) for key, count in counts.items()]
-        found = _whole(built, forward=forward)
+        # Keep the removed blocks alive: their memory counts.
+        taken = [cut_blocks(key, count) for key, count in counts.items()]
+        trace = _trace_model(built, forward=forward)
         del taken
-        say(msgspec.json.encode(found))
+        say(msgspec.json.encode(trace))
 
     return task
 
 
-def _plainly(built: _Built) -> _Built:
-    """The same model on one device, nothing recomputed."""
+def _simplify_setting(built: _BuiltModel) -> _BuiltModel:
+    """Return the same model on one device, without recomputation."""
     setting = built.request.setting.replace(recompute=Recompute.NONE)
     if not built.rank.branch:
         setting = one_micro_batch(setting)
@@ -224,7 +233,7 @@ def _plainly(built: _Built) -> _Built:
 
 
 def _may_compile(job: Any) -> bool:
-    """Whether the file that a job comes from speaks of compiling."""
+    """Return whether the source file of a job contains "compile"."""
     file = getattr(sys.modules.get(type(job).__module__), "__file__", None)
     try:
         return file is None or "compile" in Path(file).read_text(encoding="utf-8", errors="replace")
@@ -239,66 +248,68 @@ def _join_fake_group(setting: Setting) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.gpus)
 
 
-def _model(job: Any, request: TraceRequest, recorder: Any, branch: str) -> Any:
-    """The job's model on the pretended device."""
+def _build_model(job: Any, request: TraceRequest, recorder: Any, branch: str) -> Any:
+    """Build the job's model on the fake device."""
     from trimtab.engine import step as steps
-    from trimtab.trace.fake_cuda import hide_tracing
+    from trimtab.trace.fake_cuda import hide_fake_tensors
 
-    recorder.mark("build", "weights")
+    recorder.mark_phase("build", "weights")
     dropped: list[Any] = []
-    with _blaming("model()"):
-        model = steps.build(job, request.setting, branch=branch, dropped=dropped)
+    with _blame_member("model()"):
+        model = steps.build_model(job, request.setting, branch=branch, dropped=dropped)
     if {parameter.device.type for parameter in (*model.parameters(), *model.buffers())} == {"cpu", "cuda"}:
-        # torch.Tensor(size) and the like ignore the default device; a trainer moves the model as a whole.
+        # torch.Tensor(size) and similar calls ignore the default device; a trainer moves the whole model.
         model.to("cuda")
     if dropped:
-        recorder.forget(dropped)
-    # Only now are all libraries loaded that the model is made of.
-    hide_tracing()
+        recorder.forget_modules(dropped)
+    # Only now are all libraries of the model loaded.
+    hide_fake_tensors()
     return model
 
 
-def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
+def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     from trimtab.engine import step as steps
 
     job, model, request, recorder, rank = built
     setting = request.setting
-    with _blaming("model()"):
-        state = steps.assemble(job, model, setting, branch=rank.branch, stage=rank.stage)
+    with _blame_member("model()"):
+        state = steps.assemble_job(job, model, setting, branch=rank.branch, stage=rank.stage)
     if state.stage is not None:
-        # They are built on the host, and never come to this device.
-        recorder.forget(state.stage.dropped)
+        # These modules are built on the host and never moved to this device.
+        recorder.forget_modules(state.stage.dropped)
         state.stage.dropped.clear()
     names = _watch_gradients(state, recorder)
-    if not recorder.compiles:
-        # Compiled code is no longer divided into modules, and hooks would be compiled with it.
-        recorder.name_modules(state.model, state.entries)
-    recorder.mark("batch", "inputs")
+    if not recorder.uses_compile:
+        # Compiled code has no modules, and hooks would be compiled too.
+        recorder.track_modules(state.model, state.entries)
+    recorder.mark_phase("batch", "inputs")
     seed_random_numbers()
-    with _blaming(f"batch({setting.micro_batch})"):
+    with _blame_member(f"batch({setting.micro_batch})"):
         batch = steps.make_batch(job, setting, "cuda")
     if forward:
-        recorder.mark("step0", "activations")
-        with _blaming("loss()"):
-            steps.forward(state, batch)
+        recorder.mark_phase("step0", "activations")
+        with _blame_member("loss()"):
+            steps.compute_loss(state, batch)
         return {}
-    if not recorder.compiles:
-        _note_questions(recorder.kernels)
+    if not recorder.uses_compile:
+        _note_is_compiling_calls(recorder.kernels)
         _note_double_backward(recorder.kernels)
     kept: list[int] = []
     for number in range(STEPS):
         if number == STEPS - 1:
-            # Compiled code is still being tuned when others have settled.
-            if not recorder.compiles and recorder.repeat("step0", "step1", "step2"):
+            # Eager code is steady after two steps; compiled code is still being tuned.
+            if not recorder.uses_compile and recorder.repeat_step("step0", "step1", "step2"):
                 break
-            recorder.forget_works()
-        recorder.mark(f"step{number}", "activations")
-        recorder.working = number > 0
-        with _blaming("loss()"):
-            steps.step(state, [batch], clip=request.clip, between=lambda: kept.append(recorder.live()))
-        _label(state, recorder, names)
-    recorder.mark("end", "activations")
-    recorder.working = False
+            recorder.clear_works()
+        recorder.mark_phase(f"step{number}", "activations")
+        recorder.records_work = number > 0
+        with _blame_member("loss()"):
+            steps.run_step(
+                state, [batch], clip=request.clip, between=lambda: kept.append(recorder.live_bytes())
+            )
+        _label_tensors(state, recorder, names)
+    recorder.mark_phase("end", "activations")
+    recorder.records_work = False
     lost_compiled = _lost_by_compiling(state, batch, recorder)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in state.model.parameters()]
     return {
@@ -321,21 +332,21 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
 
 
 def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
-    """Note what gradients are kept in, and where they come and go; return the names of parameters by id."""
-    from trimtab.engine.gradients import OwnGradients
+    """Label gradient tensors, or watch where they are allocated; return the names of parameters by id."""
+    from trimtab.engine.gradients import LocalGradients
 
     names = {id(parameter): name for name, parameter in state.model.named_parameters()}
-    if isinstance(state.gradients, OwnGradients):
+    if isinstance(state.gradients, LocalGradients):
         for parameter in state.parameters:
             recorder.watch_gradient(parameter, names[id(parameter)])
     else:
-        for held in state.gradients.gradients():
-            recorder.relabel(held, "gradients")
+        for gradient in state.gradients.local_gradients():
+            recorder.relabel(gradient, "gradients")
     return names
 
 
 def _note_double_backward(kernels: Any) -> None:
-    """Note from now on whether a gradient is computed in a way that it can be differentiated again."""
+    """Record from now on whether a gradient is computed with `create_graph`."""
     import torch
 
     def noting(whole: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -350,8 +361,8 @@ def _note_double_backward(kernels: Any) -> None:
     torch.autograd.backward = noting(torch.autograd.backward, 3)
 
 
-def _note_questions(kernels: Any) -> None:
-    """Note from now on whether code outside of torch asks if it is being compiled."""
+def _note_is_compiling_calls(kernels: Any) -> None:
+    """Record from now on whether code outside of torch calls `torch.compiler.is_compiling`."""
     import sys
 
     import torch
@@ -360,41 +371,41 @@ def _note_questions(kernels: Any) -> None:
 
     def is_compiling() -> bool:
         if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            kernels.asked_compiling = True
+            kernels.checks_compiling = True
         return whole()
 
     torch.compiler.is_compiling = is_compiling
 
 
 def _lost_by_compiling(state: Any, batch: Any, recorder: Any) -> dict[str, None]:
-    """Why attention would not be fused in compiled code, where it is in eager code.
+    """Return why attention would lose its fused kernel in compiled code.
 
-    Libraries ask torch whether they are being compiled, and build other masks then. One more forward pass in
-    which torch says so shows it. The compiler itself would take a minute.
+    Some libraries build other masks if `torch.compiler.is_compiling()` is true. So run one more forward pass
+    in which it returns True. Running the compiler itself would take a minute.
     """
     import torch
 
     from trimtab.engine import step as steps
 
-    before = recorder.kernels.unfused
-    if recorder.compiles or not (recorder.kernels.attended and recorder.kernels.asked_compiling):
+    before = recorder.kernels.unfused_notes
+    if recorder.uses_compile or not (recorder.kernels.uses_attention and recorder.kernels.checks_compiling):
         return {}
-    found: dict[str, None] = {}
-    recorder.kernels.unfused = found
+    notes: dict[str, None] = {}
+    recorder.kernels.unfused_notes = notes
     asked, torch.compiler.is_compiling = torch.compiler.is_compiling, lambda: True
     try:
-        with recorder.unnoticed():
-            steps.forward(state, batch)
-    except Exception:  # noqa: BLE001 - code that only a compiler can run says nothing
-        found.clear()
+        with recorder.discard_changes():
+            steps.compute_loss(state, batch)
+    except Exception:  # noqa: BLE001 - code that only a compiler can run gives no result
+        notes.clear()
     finally:
         torch.compiler.is_compiling = asked
-        recorder.kernels.unfused = before
-    return {text: None for text in found if text not in before}
+        recorder.kernels.unfused_notes = before
+    return {text: None for text in notes if text not in before}
 
 
-def _label(state: Any, recorder: Any, names: dict[int, str]) -> None:
-    """Say which tensors are gradients, of which parameter, and which are optimizer state."""
+def _label_tensors(state: Any, recorder: Any, names: dict[int, str]) -> None:
+    """Label gradients, with their parameter, and optimizer state in the recorder."""
     import torch
 
     def local(tensor: Any) -> Any:
@@ -403,46 +414,46 @@ def _label(state: Any, recorder: Any, names: dict[int, str]) -> None:
     for parameter in state.parameters:
         if parameter.grad is not None:
             recorder.relabel(local(parameter.grad), "gradients", names.get(id(parameter)))
-    for held in state.optimizer.state.values():
-        for value in held.values():
+    for tensors in state.optimizer.state.values():
+        for value in tensors.values():
             if isinstance(value, torch.Tensor):
                 recorder.relabel(local(value), "optimizer")
 
 
 @contextlib.contextmanager
-def _blaming(member: str) -> Any:
-    """Name the operation that could not be traced; whether the job is at fault is found out later."""
+def _blame_member(member: str) -> Any:
+    """Turn an error into one that names the job's member; whether the job is at fault is checked later."""
     try:
         yield
     except TrimtabError:
         raise
     except Exception as error:
-        # The compiler wraps what went wrong into an error of its own.
+        # The compiler wraps the original error.
         inner = getattr(error, "inner_exception", error)
         if isinstance(inner, ImportError):
-            raise failed(member, inner, "Install what the job needs on this machine too.") from error
+            raise job_error(member, inner, "Install what the job needs on this machine too.") from error
         if REFUSES_AUTOCAST in str(inner):
             cure = "Use --precision tf32 or fp32, or a loss of logits, which autocast allows."
-            raise failed(member, inner, cure) from error
+            raise job_error(member, inner, cure) from error
         if inner is not error:
             cure = "Leave compiling out; if it works on a GPU, this is a bug in trimtab: please report it."
-            raise cannot_follow(f"torch.compile in {member}", inner, cure) from error
+            raise tracing_error(f"torch.compile in {member}", inner, cure) from error
         cure = (
             "Write that part with other operations, or measure the job on a GPU with `trimtab profile`. "
             "Please report it, with the operation."
         )
-        raise cannot_follow(member, inner, cure) from error
+        raise tracing_error(member, inner, cure) from error
 
 
 REFUSES_AUTOCAST = "unsafe to autocast"
-"""What torch says of a loss that may not run in half precision."""
+"""Part of torch's error for a loss that may not run in half precision."""
 
 
 def _columns(recorder: Any) -> dict[str, Any]:
     names: dict[str, int] = {}
     ops: dict[str, int] = {}
     return {
-        # What goes when all is over is nobody's business.
+        # Ignore frees after the end of the last step.
         "order": tuple(recorder.order[: recorder.marks.get("end")]),
         "sizes": tuple(recorder.sizes),
         "streams": tuple(recorder.streams),
@@ -468,65 +479,67 @@ def _causes(recorder: Any) -> dict[str, Any]:
     return {"causes": tuple(places), "caused": caused}
 
 
-class _Learnt(msgspec.Struct):
-    """The part of an answer that matters for other copies of this process."""
+class _AnswerHeader(msgspec.Struct):
+    """The part of an answer that this process reads."""
 
     imported: list[str] = []
     how: str = ""
-    """Whether a few blocks stood for all."""
+    """How the blocks were traced: WHOLE, FEWER or CHECKED."""
 
 
-class _Part(NamedTuple):
-    """What one copy of this process traces: a request, as a rank of some kind sees it."""
+class _RankRequest(NamedTuple):
+    """What one fork traces: a request, for one kind of rank."""
 
     number: int
-    """Which of the requests."""
+    """Index of the request."""
     request: TraceRequest
     rank: RankKind
 
 
-class Sure:
-    """What is known of a job's blocks."""
+class JobChecks:
+    """Results of checks of a job, kept between requests."""
 
     few: bool | None = None
-    """Whether a few of them stand for all; None while nobody has checked."""
+    """Whether tracing a few blocks gives the whole trace; None before the check."""
     outcome: CpuCheckResult | None = None
-    """What the job did when it was run by itself; None while nobody has tried."""
+    """Result of running the job on the CPU; None before the check."""
 
 
-def _stay() -> None:
-    """Answer requests about one job, a line each, until there are no more."""
+def _serve_requests() -> None:
+    """Answer requests for one job, a line each, until stdin ends."""
     end_with_parent()
     warnings.simplefilter("ignore")
-    answer, job, sure = redirect_stdout(), None, Sure()
+    stdout, job, checks = redirect_stdout(), None, JobChecks()
     for line in sys.stdin.buffer:
         requests = TraceRequests.from_json(line)
         try:
-            job = ready(requests) if job is None else job
-            said = _answers(job, requests, sure)
+            job = prepare_job(requests) if job is None else job
+            answers = _answer_requests(job, requests, checks)
         except TrimtabError as error:
-            said = encode_error(_blamed_at_import(error, requests))
-        answer.write(said + END)
-        answer.flush()
+            answers = encode_error(_check_load_failure(error, requests))
+        stdout.write(answers + END)
+        stdout.flush()
     os._exit(0)
 
 
-def _answers(job: Any, requests: TraceRequests, sure: Sure) -> bytes:
-    """A line for each request; none where it was only to be made ready."""
+def _answer_requests(job: Any, requests: TraceRequests, checks: JobChecks) -> bytes:
+    """Return a line for each setting; nothing if the request only loads the job."""
     if not requests.settings:
         return b""
-    sure.few = False if requests.whole else sure.few
+    checks.few = False if requests.whole else checks.few
     parts = [
-        _Part(number, one, rank) for number, one in enumerate(requests.each()) for rank in _ranks(job, one)
+        _RankRequest(number, request, rank)
+        for number, request in enumerate(requests.each())
+        for rank in _rank_kinds(job, request)
     ]
     lines: dict[int, dict[RankKind, bytes]] = {}
-    for part, answer in zip(parts, _traced(job, requests, parts, sure), strict=True):
-        lines.setdefault(part.number, {})[part.rank] = _judged(answer, part.request, sure)
-    return b"\n".join(map(_together, lines.values()))
+    for part, answer in zip(parts, _trace_ranks(job, requests, parts, checks), strict=True):
+        lines.setdefault(part.number, {})[part.rank] = _check_failure(answer, part.request, checks)
+    return b"\n".join(map(_merge_ranks, lines.values()))
 
 
-def _judged(answer: bytes, request: TraceRequest, sure: Sure) -> bytes:
-    """The answer; where tracing failed, the job is run by itself to find out whose fault it is."""
+def _check_failure(answer: bytes, request: TraceRequest, checks: JobChecks) -> bytes:
+    """Return the answer; if tracing failed, run the job on the CPU to find out whether it is at fault."""
     if not answer.startswith(b'{"error"'):
         return answer
     error = decode_answer(answer)
@@ -534,15 +547,15 @@ def _judged(answer: bytes, request: TraceRequest, sure: Sure) -> bytes:
         return answer
     small = CpuCheck(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
     if error.given.startswith("batch("):
-        # It may fail at this size alone.
-        return encode_error(judged(error, check_on_cpu(small.replace(member="batch()"))))
-    if sure.outcome is None:
-        sure.outcome = check_on_cpu(small)
-    return encode_error(judged(error, sure.outcome))
+        # It may fail only at this size.
+        return encode_error(blame_error(error, check_on_cpu(small.replace(member="batch()"))))
+    if checks.outcome is None:
+        checks.outcome = check_on_cpu(small)
+    return encode_error(blame_error(error, checks.outcome))
 
 
-def _blamed_at_import(error: TrimtabError, requests: TraceRequests) -> TrimtabError:
-    """The error of loading a job: ours, where the job can be loaded without the pretended device."""
+def _check_load_failure(error: TrimtabError, requests: TraceRequests) -> TrimtabError:
+    """Return the error of loading a job: CannotFollow if the job loads without the fake device."""
     if type(error) is not JobFailed:
         return error
     outcome = check_on_cpu(CpuCheck(job=requests.job, overrides=requests.overrides, member="load"))
@@ -554,68 +567,70 @@ def _blamed_at_import(error: TrimtabError, requests: TraceRequests) -> TrimtabEr
     return CannotFollow(error.given, found=error.found, cure=cure)
 
 
-def _traced(job: Any, requests: TraceRequests, parts: list[_Part], sure: Sure) -> list[bytes]:
-    """The answer to each part; those that few blocks gave are taken back if the check comes out otherwise."""
-    ways = [WHOLE if sure.few is False else FEWER] * len(parts)
-    if sure.few is None:
+def _trace_ranks(
+    job: Any, requests: TraceRequests, parts: list[_RankRequest], checks: JobChecks
+) -> list[bytes]:
+    """Return the answer to each part; trace parts with all blocks if the check of few blocks fails."""
+    ways = [WHOLE if checks.few is False else FEWER] * len(parts)
+    if checks.few is None:
         ways[0] = CHECKED
-    answers = _told(job, requests, list(zip(parts, ways, strict=True)))
-    came = [msgspec.json.decode(answer, type=_Learnt).how for answer in answers]
+    answers = _run_forks(job, requests, list(zip(parts, ways, strict=True)))
+    came = [msgspec.json.decode(answer, type=_AnswerHeader).how for answer in answers]
     if ways[0] == CHECKED and came[0]:
-        sure.few = came[0] == CHECKED
+        checks.few = came[0] == CHECKED
     doubtful = [place for place, how in enumerate(came) if how == FEWER]
-    if sure.few or not doubtful:
+    if checks.few or not doubtful:
         return answers
-    again = _told(job, requests, [(parts[place], WHOLE) for place in doubtful])
+    again = _run_forks(job, requests, [(parts[place], WHOLE) for place in doubtful])
     for place, answer in zip(doubtful, again, strict=True):
         answers[place] = answer
     return answers
 
 
-def _told(job: Any, requests: TraceRequests, parts: list[tuple[_Part, str]]) -> list[bytes]:
-    """What copies of this process say of each part, traced in the way asked for."""
+def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest, str]]) -> list[bytes]:
+    """Trace each part in a fork, in the given way; return the answers."""
     before = frozenset(sys.modules)
 
-    def task(part: _Part, how: str) -> Callable[[Say], None]:
-        def work(say: Say) -> None:
-            def tell(found: Trace, came: str) -> None:
-                say(msgspec.json.encode({"trace": found, "imported": imported_since(before), "how": came}))
+    def task(part: _RankRequest, how: str) -> Callable[[SendAnswer], None]:
+        def work(say: SendAnswer) -> None:
+            def deliver(trace: Trace, came: str) -> None:
+                say(msgspec.json.encode({"trace": trace, "imported": imported_since(before), "how": came}))
 
-            trace(job, part.request, tell, rank=part.rank, how=how, timeout_s=requests.timeout_s)
+            trace_job(job, part.request, deliver, rank=part.rank, how=how, timeout_s=requests.timeout_s)
 
         return work
 
     def learn(answer: bytes) -> None:
-        import_modules(msgspec.json.decode(answer, type=_Learnt).imported)
+        import_modules(msgspec.json.decode(answer, type=_AnswerHeader).imported)
 
     tasks = [task(*part) for part in parts]
     given = f"job {requests.job}"
-    answers = dict(forked(tasks, given, timeout_s=requests.timeout_s, learn=learn))
+    answers = dict(run_forked(tasks, given, timeout_s=requests.timeout_s, learn=learn))
     return [answers[place] for place in range(len(parts))]
 
 
-def _ranks(job: Any, request: TraceRequest) -> list[RankKind]:
-    """The kinds of ranks of a setting, which differ in what they hold."""
+def _rank_kinds(job: Any, request: TraceRequest) -> list[RankKind]:
+    """Return the kinds of ranks of a setting, which differ in their memory."""
     strategy = strategy_of(request.setting)
     branches: list[str] = []
     if strategy.needs_branches:
-        from trimtab.engine.branches import branches_of
+        from trimtab.engine.branches import get_branches
 
-        branches = list(branches_of(job))
+        branches = list(get_branches(job))
     return strategy.rank_kinds(request.setting.mesh, branches)
 
 
-def _together(answers: dict[RankKind, bytes]) -> bytes:
-    """The trace of the first kind of ranks with the others beside it, or the first error."""
+def _merge_ranks(answers: dict[RankKind, bytes]) -> bytes:
+    """Return the trace of the first kind of rank, with the others in `beside`; or the first error."""
     if len(answers) == 1:
         return next(iter(answers.values()))
-    said = [msgspec.json.decode(line) for line in answers.values()]
-    for line, one in zip(answers.values(), said, strict=True):
-        if "error" in one:
+    decoded = [msgspec.json.decode(line) for line in answers.values()]
+    for line, answer in zip(answers.values(), decoded, strict=True):
+        if "error" in answer:
             return line
-    first, *others = [one["trace"] for one in said]
+    first, *others = [answer["trace"] for answer in decoded]
     return msgspec.json.encode({"trace": {**first, "beside": others}})
 
 
 if __name__ == "__main__":
-    _stay()
+    _serve_requests()
