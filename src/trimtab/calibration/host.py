@@ -1,4 +1,4 @@
-"""How long the host takes to hand operations to the GPU: what bounds small jobs that are not compiled."""
+"""Measure host overhead per operation, which bounds small uncompiled jobs, and copy bandwidths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDS = 5
 
 
 def measure_host_costs() -> dict[str, float]:  # noqa: C901 - a list of small loops
-    """Seconds of the host for each thing a step does, by name."""
+    """Measure the host's seconds for each kind of work in a step, by name."""
     small = torch.ones(64, device="cuda")
     weight = torch.ones(64, device="cuda", requires_grad=True)
     layer = nn.Identity()
@@ -70,21 +70,21 @@ def measure_host_costs() -> dict[str, float]:  # noqa: C901 - a list of small lo
 
 
 def _time_loop(loop: Callable[[], Any]) -> float:
-    taken = []
+    times = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         loop()
-        taken.append((time.perf_counter() - begin) / COUNT)
-    return statistics.median(taken)
+        times.append((time.perf_counter() - begin) / COUNT)
+    return statistics.median(times)
 
 
 def measure_copy_rates() -> dict[str, float]:
-    """Bytes a second between host and device, from pinned memory."""
+    """Measure bytes per second between pinned host memory and the device, in both directions."""
     size = 256 * 2**20
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
-    found = {}
+    rates = {}
     for name, (target, source) in {"to_device": (device, host), "to_host": (host, device)}.items():
         best = float("inf")
         for _ in range(3):
@@ -93,14 +93,14 @@ def measure_copy_rates() -> dict[str, float]:
             target.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
             best = min(best, time.perf_counter() - begin)
-        found[name] = size / best
-    return found
+        rates[name] = size / best
+    return rates
 
 
 def measure_peer_rates() -> dict[str, float]:
-    """Bytes a second from the first device to each other one of this machine."""
+    """Measure bytes per second from the first GPU to each other GPU of this machine."""
     size = 256 * 2**20
-    found = {}
+    rates = {}
     for other in range(1, torch.cuda.device_count()):
         source = torch.empty(size, dtype=torch.uint8, device="cuda:0")
         target = torch.empty(size, dtype=torch.uint8, device=f"cuda:{other}")
@@ -111,5 +111,5 @@ def measure_peer_rates() -> dict[str, float]:
             target.copy_(source)
             torch.cuda.synchronize(other)
             best = min(best, time.perf_counter() - begin)
-        found[f"0-{other}"] = size / best
-    return found
+        rates[f"0-{other}"] = size / best
+    return rates

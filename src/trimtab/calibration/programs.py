@@ -1,7 +1,7 @@
-"""The programs that a calibration times: the operations of common models, over sizes and precisions.
+"""Calibration programs: small training steps with the operations of common models, over sizes and precisions.
 
-Each dish is a small training step of one kind of layer. What counts is which operations come up at which
-sizes, not what they learn; the stopwatch times each different one once.
+Each program is a training step of one kind of layer. Only the operations and their sizes matter, not the
+results; the stopwatch times each different operation once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THRESHOLD = 0.5
 
 
 class CalibrationProgram(NamedTuple):
-    """One program: its name, the memory it needs, and what runs it."""
+    """A program: its name, the memory it needs, and the function that runs it."""
 
     name: str
     need_bytes: int
@@ -33,7 +33,7 @@ class CalibrationProgram(NamedTuple):
 
 
 class CalibrationAttention(nn.Module):
-    """Self-attention with grouped heads; by torch's fused kernels, or spelt out."""
+    """Self-attention with grouped heads, with torch's fused kernels or as separate operations."""
 
     def __init__(self, width: int, heads: int, groups: int, *, causal: bool, spelt_out: bool) -> None:
         super().__init__()
@@ -44,15 +44,15 @@ class CalibrationAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of (batch, steps, width)."""
+        """Transform a tensor of shape (batch, steps, width)."""
         batch, steps, width = x.shape
         size = width // self.heads
         query = self.query(x).view(batch, steps, self.heads, size).transpose(1, 2)
         key, value = (
-            one.reshape(batch, steps, self.groups, size)
+            projected.reshape(batch, steps, self.groups, size)
             .transpose(1, 2)
             .repeat_interleave(self.heads // self.groups, 1)
-            for one in self.keys(x).chunk(2, -1)
+            for projected in self.keys(x).chunk(2, -1)
         )
         if self.spelt_out:
             scores = query @ key.transpose(-1, -2) / size**0.5
@@ -66,7 +66,7 @@ class CalibrationAttention(nn.Module):
 
 
 class CalibrationBlock(nn.Module):
-    """A transformer block, in the old fashion (layer norm, GELU) or the new (RMS norm, gated SiLU)."""
+    """A transformer block, in GPT-2 style (layer norm, GELU) or Llama style (RMS norm, gated SiLU)."""
 
     def __init__(self, width: int, inner: int, attention: CalibrationAttention, *, gated: bool) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class CalibrationBlock(nn.Module):
         self.down = nn.Linear(inner, width, bias=not gated)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of (batch, steps, width)."""
+        """Transform a tensor of shape (batch, steps, width)."""
         x = x + self.attention(self.first(x))
         y = self.second(x)
         if self.gate is not None:
@@ -89,7 +89,7 @@ class CalibrationBlock(nn.Module):
 
 
 class CalibrationLanguageModel(nn.Module):
-    """Embedding, one block, head."""
+    """A language model of an embedding, one block and a head."""
 
     def __init__(self, block: CalibrationBlock, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -98,14 +98,14 @@ class CalibrationLanguageModel(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of every word."""
+        """Return the logits over the vocabulary."""
         out: torch.Tensor = self.head(self.norm(self.block(self.embed(tokens))))
         return out
 
 
 @contextlib.contextmanager
 def use_precision(name: str) -> Iterator[None]:
-    """What trimtab's precisions switch: autocast, default dtype, TF32."""
+    """Set autocast, default dtype and TF32 as trimtab does for a precision."""
     dtypes = Precision(name).dtypes
     set_tf32_flags(dtypes)
     half = None if dtypes.autocast is None else torch_dtype(dtypes.autocast)
@@ -155,7 +155,7 @@ def _set_layout(layer: Any, layout: torch.memory_format) -> Any:
 def _convolutions(  # noqa: PLR0913 - the sizes of a convolution
     kind: str, batch: int, side: int, channels: int, *, last: bool, groups: int = 1
 ) -> CalibrationProgram:
-    """Convolution, norm, activation, as in a residual network and in a U-Net."""
+    """Convolutions, norms and activations, as in a residual network and a U-Net."""
 
     def run() -> None:
         layout = torch.channels_last if last else torch.contiguous_format
@@ -194,7 +194,7 @@ def _stem(kind: str, batch: int, side: int, *, last: bool) -> CalibrationProgram
 
 
 def _sound(kind: str, batch: int, steps: int, channels: int) -> CalibrationProgram:
-    """Convolutions over time: wide ones, depthwise ones, and a strided one over raw sound."""
+    """Convolutions over time: wide, depthwise, and strided over raw sound."""
 
     def run() -> None:
         with use_precision(kind):
@@ -233,7 +233,7 @@ def _recurrent(
 
 
 def _tables(kind: str, batch: int) -> CalibrationProgram:
-    """A recommender: tables, their products, small dense layers."""
+    """A recommender: embedding tables, their products, small dense layers."""
 
     def run() -> None:
         with use_precision(kind):
@@ -255,7 +255,7 @@ def _tables(kind: str, batch: int) -> CalibrationProgram:
 
 
 def _experts(kind: str, tokens: int, width: int) -> CalibrationProgram:
-    """Routing: scores, the best two, rows picked and put back."""
+    """A mixture of experts: scores, the best two, rows selected and added back."""
 
     def run() -> None:
         with use_precision(kind):
@@ -275,7 +275,7 @@ def _experts(kind: str, tokens: int, width: int) -> CalibrationProgram:
 
 
 def _elementwise(dtype: torch.dtype, count: int) -> CalibrationProgram:
-    """Plain operations over one size."""
+    """Elementwise operations and reductions on tensors of one size."""
 
     def run() -> None:
         with torch.device("cuda"):
@@ -322,11 +322,11 @@ def _optimizers(sizes: list[int], dtype: torch.dtype, what: str) -> CalibrationP
 
 
 def list_programs() -> list[CalibrationProgram]:
-    """Every dish, what matters most first."""
+    """Return all programs, the most important first."""
     layers = [768 * 768 * 4, 768 * 3072, 3072 * 768, 768, 768, 3072] * 12 + [50304 * 768]
     wide = [4096 * 4096] * 8 + [4096 * 14336] * 3 + [4096] * 20
     narrow = [512 * 512 * 9, 512, 512, 256 * 256 * 9, 256, 256] * 8
-    dishes = [
+    programs = [
         _language("bf16", 768, 12, 16, 1024, 50304),
         _language("bf16", 4096, 32, 2, 2048, 128_256, inner=14336, groups=8, gated=True),
         _optimizers(layers, torch.float32, "124 M in 73 tensors"),
@@ -340,7 +340,7 @@ def list_programs() -> list[CalibrationProgram]:
         _tables("fp32", 16384),
     ]
     for kind in ("bf16", "bf16-true", "fp16", "tf32", "fp32"):
-        dishes += [
+        programs += [
             _language(kind, 256, 4, 16, 256, 1024),
             _language(kind, 512, 8, 32, 512, 8192, causal=False),
             _language(kind, 768, 12, 4, 1024, 50304),
@@ -349,11 +349,11 @@ def list_programs() -> list[CalibrationProgram]:
             _language(kind, 4096, 32, 4, 1024, 4096, inner=14336, groups=8, gated=True),
             _language(kind, 768, 12, 4, 1024, 1024, spelt_out=True),
             _language(kind, 1024, 8, 32, 128, 512),
-            # A vocabulary that is a multiple of nothing: rows of the scores are not aligned.
+            # An odd vocabulary size: the rows of the logits are not aligned.
             _language(kind, 768, 12, 4, 1024, 50257),
         ]
         for last in (True, False):
-            dishes += [
+            programs += [
                 _convolutions(kind, 32, 64, 128, last=last),
                 _convolutions(kind, 128, 56, 64, last=last),
                 _convolutions(kind, 128, 28, 128, last=last),
@@ -362,7 +362,7 @@ def list_programs() -> list[CalibrationProgram]:
                 _convolutions(kind, 32, 16, 512, last=last),
                 _stem(kind, 64, 224, last=last),
             ]
-        dishes += [
+        programs += [
             _sound(kind, 16, 400, 512),
             _sound(kind, 32, 800, 256),
             _recurrent(kind, nn.LSTM, 64, 128, 512),
@@ -373,5 +373,5 @@ def list_programs() -> list[CalibrationProgram]:
             _convolutions(kind, 32, 28, 192, last=False, groups=192),
         ]
     for dtype in (torch.float32, torch.bfloat16):
-        dishes += [_elementwise(dtype, 1 << size) for size in (16, 20, 23, 26)]
-    return dishes
+        programs += [_elementwise(dtype, 1 << size) for size in (16, 20, 23, 26)]
+    return programs

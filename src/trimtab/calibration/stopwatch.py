@@ -1,7 +1,7 @@
-"""Times every different operation of a program on a GPU, described as the tracer describes it.
+"""Time every different operation of a program on a GPU, under the same key as the tracer gives it.
 
-The stopwatch sits below autograd, where the tracer's recorder sits, so that a point of a calibration and an
-operation of a prediction are the same thing under the same name.
+Like the tracer's recorder, the stopwatch is a dispatch mode below autograd, so that calibrated operations
+match predicted ones.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from trimtab.spec import Work
 
 QUEUE_CYCLES = 1_500_000
-"""The GPU sleeps so long, about a millisecond, while the host queues what is timed: short kernels would
-otherwise be timed at the pace of the host."""
+"""The GPU sleeps for this many cycles, about a millisecond, while the host queues the repeats. Otherwise
+short kernels would be timed at the host's speed."""
 AIM_S = 1.5e-3
-"""Each operation is repeated for about so long."""
+"""Each operation is repeated for about this many seconds."""
 MOST_REPEATS = 40
 UNTIMED = {"wait", "view", "call", "collective"}
 
 
 class Stopwatch(TorchDispatchMode):
-    """Seconds of each different work, measured the first time it is met."""
+    """Measures the seconds of each different operation when it first occurs."""
 
     def __init__(self, until: float = float("inf")) -> None:
         super().__init__()
         self.times: dict[Work, float] = {}
         self.until = until
-        """No new work is timed after this moment of the clock."""
+        """Nothing new is timed after this time of time.monotonic()."""
         self.counts: dict[Work, int] = {}
 
     def __torch_dispatch__(
@@ -52,10 +52,10 @@ class Stopwatch(TorchDispatchMode):
 
 
 def _is_repeatable(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether doing it again is harmless: indices that are changed in place soon point outside of tables."""
+    """Return whether an operation can be repeated: indices changed in place would soon be out of range."""
     _, written = read_schema_traits(func)
     changed = [args[place] for place in written if place < len(args)]
-    return all(not isinstance(one, torch.Tensor) or one.is_floating_point() for one in changed)
+    return all(not isinstance(value, torch.Tensor) or value.is_floating_point() for value in changed)
 
 
 def _time_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -1,7 +1,7 @@
-"""Runs a setting for real on the GPU of this machine, in a child process, and says what it used.
+"""Measure a setting on the GPU of this machine in a child process: memory and step time.
 
-The same program as the tracer runs (`trimtab.engine.step`), on real tensors. Out of memory is an answer, not
-a crash.
+It runs the same program as the tracer (`trimtab.engine.step`), on real tensors. Out of memory is a result,
+not an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT_S = 900
 
 
 class StepMeasurement(Noun, frozen=True, kw_only=True):
-    """What a setting really used."""
+    """Measured memory and time of a setting."""
 
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -40,22 +40,22 @@ class StepMeasurement(Noun, frozen=True, kw_only=True):
     """Median of the timed steps."""
     loss: float | None = None
     out_of_memory: str = ""
-    """torch's own words, where it ran out."""
+    """torch's message if memory ran out, else empty."""
     device: str = ""
     torch: str = ""
 
 
 def measure_in_child(request: TraceRequest) -> StepMeasurement:
-    """Run the request in a child process and read its answer."""
+    """Run the request in a child process and return its measurement."""
     conf = "expandable_segments:True" if request.setting.allocator is Allocator.EXPANDABLE else ""
-    # The old name of the variable is read by every torch that trimtab runs with.
+    # The old name of the variable works with every torch version that trimtab supports.
     env = {"PYTORCH_CUDA_ALLOC_CONF": conf}
     answer = ask("trimtab.exams.measure", request, env, timeout_s=TIMEOUT_S)
     return StepMeasurement.from_builtins(answer["measured"])
 
 
-def make_case(request: TraceRequest, found: StepMeasurement) -> Case:
-    """A run as a case of the exam."""
+def make_case(request: TraceRequest, measured: StepMeasurement) -> Case:
+    """Make a case of the exam from a measurement."""
     setting = request.setting
     short = request.job.rpartition("/")[2]
     again = "" if setting.recompute is Recompute.NONE else f"-{setting.recompute}"
@@ -68,20 +68,20 @@ def make_case(request: TraceRequest, found: StepMeasurement) -> Case:
         measurement=Measurement(
             job=request.job,
             setting=setting,
-            device=found.device,
-            versions=Versions(torch=found.torch),
-            allocated_bytes=found.allocated_bytes or 0,
-            reserved_bytes=found.reserved_bytes or 0,
-            process_bytes=found.process_bytes,
-            step_s=found.step_s,
-            samples_per_s=setting.micro_batch / found.step_s if found.step_s else None,
+            device=measured.device,
+            versions=Versions(torch=measured.torch),
+            allocated_bytes=measured.allocated_bytes or 0,
+            reserved_bytes=measured.reserved_bytes or 0,
+            process_bytes=measured.process_bytes,
+            step_s=measured.step_s,
+            samples_per_s=setting.micro_batch / measured.step_s if measured.step_s else None,
             taken_on=datetime.now(UTC).date().isoformat(),
         ),
     )
 
 
 def measure_here(request: TraceRequest) -> StepMeasurement:
-    """Build the job on the GPU, take its steps and read the counters. Only in a process of its own."""
+    """Build the job on the GPU, run its steps and read the counters. The process must do nothing else."""
     import torch
 
     if not torch.cuda.is_available():
@@ -99,7 +99,7 @@ def measure_here(request: TraceRequest) -> StepMeasurement:
     except torch.OutOfMemoryError as error:
         return StepMeasurement(out_of_memory=str(error).split("\n")[0], **named)
     except Exception as error:
-        raise job_error(f"job {request.job}", error, "Mend the job; the line is where it failed.") from error
+        raise job_error(f"job {request.job}", error, "Fix the job's code at that line.") from error
 
 
 def measure_rank(
@@ -109,10 +109,11 @@ def measure_rank(
     clip: float | None = None,
     timing: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> dict[str, Any]:
-    """Take the steps of a setting on this GPU and read the counters.
+    """Run the steps of a setting on this GPU and read the counters.
 
-    Of several GPUs, as rank 0 of a fake process group: it holds and computes what a rank does, sharded
-    weights have no values, and collectives move nothing. `timing` is entered for the steps that are timed.
+    A setting of several GPUs runs as rank 0 of a fake process group: memory and computation are those of a
+    rank, sharded weights have no values, and collectives transfer nothing. `timing` is a context manager for
+    the timed steps.
     """
     import torch
 
@@ -127,7 +128,7 @@ def measure_rank(
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
 
-    def timed() -> float:
+    def time_step() -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         steps.run_step(state, [batch], clip=clip)
@@ -135,14 +136,14 @@ def measure_rank(
         return time.perf_counter() - start
 
     for _ in range(WARM_UP):
-        timed()
+        time_step()
     with timing() if timing is not None else nullcontext():
-        times = [timed() for _ in range(TIMED)]
+        times = [time_step() for _ in range(TIMED)]
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "process_bytes": _process_bytes(),
-        # Arithmetic on weights without values is faster than on real ones.
+        # Arithmetic on weights without values is faster than on real ones, so it is not reported.
         "step_s": statistics.median(times) if has_values else None,
         "loss": float(steps.run_step(state, [batch], clip=clip)),
     }
@@ -156,16 +157,16 @@ def _join_fake_group(ranks: int) -> None:
 
 
 def _process_bytes() -> int | None:
-    """What the driver shows for this process; None where it does not tell."""
+    """Return the memory that the driver reports for this process; None if it does not."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except pynvml.NVMLError:
         return None
-    return next((one.usedGpuMemory for one in listed if one.pid == os.getpid()), None)
+    return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
 
 
 def _serve_request(text: str, say: SendAnswer) -> None:

@@ -1,6 +1,6 @@
-"""Sits the exam: predicts every recorded case again and sets it against what was measured.
+"""Run the exam: predict every recorded case again and compare it with what was measured.
 
-Covers memory (allocated, reserved, process) and the time of a step.
+It covers memory (allocated, reserved, process) and step time.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ class Case(Noun, frozen=True, kw_only=True):
 
     id: str
     job: str
-    """The class in trimtab.exams.jobs, or a job as it is named on the command line."""
+    """A class in trimtab.exams.jobs, or a job as on the command line."""
     overrides: dict[str, str | int | float | bool | list[int] | None] = {}
     clip: float | None = None
     measurement: Measurement
 
 
 class CaseResult(Noun, frozen=True, kw_only=True):
-    """A case predicted again."""
+    """Prediction and measurement of a case."""
 
     case: str
     predicted: dict[str, float]
     measured: dict[str, float]
     error: dict[str, float]
-    """Predicted over measured, less one."""
+    """Predicted / measured - 1."""
     failed: str = ""
-    """Why there is no prediction."""
+    """Why there is no prediction; empty if there is one."""
 
 
 class ExamResult(Noun, frozen=True, kw_only=True):
-    """The exam as a whole: sizes of errors, as shares."""
+    """Results of all cases, with statistics of the relative errors by figure."""
 
     cases: tuple[CaseResult, ...]
     median: dict[str, float]
     worst: dict[str, float]
-    """Largest size of an error."""
+    """Largest absolute error."""
     lowest: dict[str, float]
-    """The prediction that was furthest too low."""
+    """Lowest (most negative) error: the prediction that was furthest too low."""
 
 
 def read_cases(only: str = "*", own: Path | None = None) -> tuple[Case, ...]:
-    """Recorded cases whose id matches a pattern: trimtab's, or those of a file that `profile` kept."""
+    """Read the recorded cases whose id matches a pattern: trimtab's, or those of a `profile --keep` file."""
     if own is None:
         text = files("trimtab.exams").joinpath("cases.jsonl").read_text(encoding="utf-8")
     else:
@@ -76,10 +76,10 @@ def read_cases(only: str = "*", own: Path | None = None) -> tuple[Case, ...]:
                 cure="Keep some with `trimtab profile JOB --keep FILE`.",
             ) from error
     every = [Case.from_json(line, origin=own.name if own else "cases.jsonl") for line in text.splitlines()]
-    found = tuple(one for one in every if fnmatch.fnmatch(one.id, only))
-    if not found:
+    matching = tuple(case for case in every if fnmatch.fnmatch(case.id, only))
+    if not matching:
         raise WrongUse(f"--only {only}", found="no case matches it", cure="Leave it out to see every case.")
-    return found
+    return matching
 
 
 def run_exam(
@@ -89,40 +89,40 @@ def run_exam(
     cache: bool = True,
     done: Callable[[CaseResult], None] = lambda _: None,
 ) -> ExamResult:
-    """Predict the cases and mark the answers; `done` is told of each as it comes."""
+    """Predict the cases and return the results; `done` is called with each as it is ready."""
     chosen = read_cases(only, own)
 
-    def answer(case: Case) -> CaseResult:
-        found = _predict_and_compare(case, cache=cache)
-        done(found)
-        return found
+    def run_case(case: Case) -> CaseResult:
+        result = _predict_and_compare(case, cache=cache)
+        done(result)
+        return result
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        return summarize_results(tuple(pool.map(answer, chosen)))
+        return summarize_results(tuple(pool.map(run_case, chosen)))
 
 
-def summarize_results(answers: tuple[CaseResult, ...]) -> ExamResult:
-    """The marks of some answers."""
-    known = {
-        name: [answer.error[name] for answer in answers if not answer.failed and name in answer.error]
+def summarize_results(results: tuple[CaseResult, ...]) -> ExamResult:
+    """Return the results with median, worst and lowest errors."""
+    errors_by_figure = {
+        name: [result.error[name] for result in results if not result.failed and name in result.error]
         for name in FIGURES
     }
-    known = {name: errors for name, errors in known.items() if errors}
+    errors_by_figure = {name: errors for name, errors in errors_by_figure.items() if errors}
     return ExamResult(
-        cases=answers,
-        median={name: statistics.median(map(abs, errors)) for name, errors in known.items()},
-        worst={name: max(map(abs, errors)) for name, errors in known.items()},
-        lowest={name: min(errors) for name, errors in known.items()},
+        cases=results,
+        median={name: statistics.median(map(abs, errors)) for name, errors in errors_by_figure.items()},
+        worst={name: max(map(abs, errors)) for name, errors in errors_by_figure.items()},
+        lowest={name: min(errors) for name, errors in errors_by_figure.items()},
     )
 
 
 def is_full_name(job: str) -> bool:
-    """Whether a case names its job as the command line does."""
+    """Return whether a case names its job as on the command line."""
     return ":" in job or job in BUILT_IN
 
 
 def append_case(case: Case, file: Path) -> None:
-    """Add a case to a file of them."""
+    """Append a case to a file of cases."""
     try:
         with file.open("a", encoding="utf-8") as lines:
             lines.write(f"{case.to_json()}\n")
@@ -133,7 +133,7 @@ def append_case(case: Case, file: Path) -> None:
 
 
 def predict_case(case: Case, *, cache: bool = True, calibration: Calibration | None = None) -> Estimate:
-    """Today's estimate of a recorded case, by another calibration if one is given."""
+    """Estimate a recorded case with the current predictor, and with `calibration` if given."""
     row = find_reported_device(case.measurement.device)
     if row is None:
         raise WrongUse(
@@ -141,8 +141,8 @@ def predict_case(case: Case, *, cache: bool = True, calibration: Calibration | N
             found=f"the catalogue has no {case.measurement.device}",
             cure="See `trimtab detect --list` for what it has.",
         )
-    where = parse_cluster(f"{case.measurement.setting.gpus}x{row.name}")
-    device = where.devices[0]
+    cluster = parse_cluster(f"{case.measurement.setting.gpus}x{row.name}")
+    device = cluster.devices[0]
     request = TraceRequest(
         job=case.job if is_full_name(case.job) else f"trimtab.exams.jobs:{case.job}",
         overrides=case.overrides,
@@ -152,21 +152,21 @@ def predict_case(case: Case, *, cache: bool = True, calibration: Calibration | N
     )
     setting = case.measurement.setting
     trace = trace_setting(request, cache=cache)
-    found = estimate_trace(trace, setting, device, cluster=where, calibration=calibration)[0]
-    if found.step_s is None or found.step_time is None:
-        return found
-    # Ranks of many were measured alone, with collectives that move nothing.
-    return found.replace(step_s=found.step_s - found.step_time.communication_s)
+    result = estimate_trace(trace, setting, device, cluster=cluster, calibration=calibration)[0]
+    if result.step_s is None or result.step_time is None:
+        return result
+    # Cases with several GPUs were measured on one rank, with collectives that transfer nothing.
+    return result.replace(step_s=result.step_s - result.step_time.communication_s)
 
 
 def _predict_and_compare(case: Case, *, cache: bool) -> CaseResult:
-    seen = {name: getattr(case.measurement, name) for name in FIGURES}
-    measured = {name: value for name, value in seen.items() if value is not None}
+    figures = {name: getattr(case.measurement, name) for name in FIGURES}
+    measured = {name: value for name, value in figures.items() if value is not None}
     try:
-        found = predict_case(case, cache=cache)
+        prediction = predict_case(case, cache=cache)
     except TrimtabError as reason:
         return CaseResult(case=case.id, predicted={}, measured=measured, error={}, failed=str(reason))
-    guessed = {name: getattr(found, name) for name in FIGURES}
-    predicted = {name: value for name, value in guessed.items() if value is not None}
+    estimates = {name: getattr(prediction, name) for name in FIGURES}
+    predicted = {name: value for name, value in estimates.items() if value is not None}
     error = {name: predicted[name] / value - 1 for name, value in measured.items() if name in predicted}
     return CaseResult(case=case.id, predicted=predicted, measured=measured, error=error)
