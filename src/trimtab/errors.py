@@ -94,7 +94,7 @@ class EnvironmentFault(TrimtabError):  # noqa: N818
 def shorten(text: str, most: int = 120) -> str:
     """Return a text for an error message, shortened in the middle if it is too long.
 
-    >>> shortened("4xH100"), shortened("x" * 500, 9)
+    >>> shorten("4xH100"), shorten("x" * 500, 9)
     ('4xH100', 'xx ... xx')
     """
     if len(text) <= most:
@@ -106,7 +106,7 @@ def shorten(text: str, most: int = 120) -> str:
 def find_nearest(name: str, known: Iterable[str], *, count: int = 4) -> list[str]:
     """Return the known names that are most similar to a name, best first.
 
-    >>> nearest("H1000", ["H100", "H200", "T4"])
+    >>> find_nearest("H1000", ["H100", "H200", "T4"])
     ['H100', 'H200']
     """
     by_lower = {text.lower(): text for text in known}

@@ -67,7 +67,7 @@ MOST_LINKS = 8
 def escape_control(text: str) -> str:
     r"""Return a text with control and invisible characters spelt out.
 
-    >>> inert("H100\x1b[31m\n")
+    >>> escape_control("H100\x1b[31m\n")
     'H100\\x1b[31m\\n'
     """
     hidden = {
@@ -625,7 +625,7 @@ def _describe_mfu(mfu: float, usual: MfuReference) -> str:
     """Return an MFU compared with published runs.
 
     >>> from trimtab.spec import MfuReference
-    >>> _mfu_words(0.28, MfuReference(low=0.36, high=0.46, model="transformer", figures="X, 48 runs"))
+    >>> _describe_mfu(0.28, MfuReference(low=0.36, high=0.46, model="transformer", figures="X, 48 runs"))
     '28% is below the 36 to 46% of well-tuned large transformers on such GPUs (X, 48 runs)'
     """
     place = "below" if mfu < usual.low else "above" if mfu > usual.high else "within"
@@ -638,7 +638,7 @@ def _describe_mfu(mfu: float, usual: MfuReference) -> str:
 def _format_module(name: str, classes: dict[str, str]) -> str:
     """Return the name of a module, with its class if the name is only a number.
 
-    >>> _module("0", {"0": "Linear"}), _module("h.0.mlp", {})
+    >>> _format_module("0", {"0": "Linear"}), _format_module("h.0.mlp", {})
     ('0 (Linear)', 'h.0.mlp')
     """
     return f"{name} ({classes[name]})" if name in classes else name
@@ -887,7 +887,7 @@ def describe_setting(setting: Setting) -> str:
     """Return a setting in one line.
 
     >>> from trimtab.spec import Setting
-    >>> setting_words(Setting(micro_batch=8, accumulation=2, global_batch=16))
+    >>> describe_setting(Setting(micro_batch=8, accumulation=2, global_batch=16))
     '1 GPU, single, micro-batch 8 x 2, fp32'
     """
     words = [

@@ -36,7 +36,7 @@ def explain_uncut_batch(workload: Workload) -> str:
 
 
 def _indivisible_reason(workload: Workload) -> str:
-    return workload.batch_loss.why if workload.batch_loss is not None else "nobody knows"
+    return workload.batch_loss.why if workload.batch_loss is not None else "the reason is unknown"
 
 
 def suggest_fix(workload: Workload) -> str:
@@ -87,24 +87,24 @@ def _explain_batchnorm(workload: Workload, setting: Setting) -> tuple[Reason, ..
         return (Reason(subject="sync_batchnorm", value=value, why=why),)
     if loss is None or not loss.batch_norms:
         return ()
-    layers, whole = _format_layers(loss), setting.global_batch
+    layers, global_batch = _format_layers(loss), setting.global_batch
     sees = count_batchnorm_samples(setting)
     ranks = setting.data_parallel
-    if sees >= whole and not (setting.sync_batchnorm and ranks > 1):
+    if sees >= global_batch and not (setting.sync_batchnorm and ranks > 1):
         return ()
     over = f"the {sees} samples of a micro-batch"
     if setting.sync_batchnorm and ranks > 1:
         over = f"the {sees} samples of one micro-batch of all {ranks} ranks together (sync_batchnorm)"
     why = f"{layers} compute{'s' * (loss.batch_norms == 1)} statistics over {over}"
-    if sees >= whole:
+    if sees >= global_batch:
         why += ": the whole global batch, as in one piece"
     else:
         why += (
-            f", not over the global batch of {whole}: another training than in one piece. A larger "
+            f", not over the global batch of {global_batch}: another training than in one piece. A larger "
             "micro-batch, GroupNorm or LayerNorm avoid it"
         )
     can_synchronise = not strategy_of(setting).why_not_synchronised
-    if sees < whole and not setting.sync_batchnorm and ranks > 1 and can_synchronise:
+    if sees < global_batch and not setting.sync_batchnorm and ranks > 1 and can_synchronise:
         more = count_batchnorm_samples(setting.replace(sync_batchnorm=True))
         why += f"; --pin sync_batchnorm=true computes them over all {ranks} ranks together, {more} samples"
     return (Reason(subject="batchnorm", value=f"sees {sees} samples", why=why),)
@@ -124,28 +124,31 @@ def _format_layers(loss: BatchLoss) -> str:
 
 def list_warnings(loss: BatchLoss, setting: Setting) -> tuple[str, ...]:
     """Return the warnings of an estimate whose micro-batch is smaller than the job's global batch."""
-    whole, micro_batch, gpus = loss.global_batch or 0, setting.micro_batch, setting.gpus
+    global_batch, micro_batch, gpus = loss.global_batch or 0, setting.micro_batch, setting.gpus
     warnings = []
     if setting.sync_batchnorm and not loss.batch_norms and loss.additive is not None:
         warnings.append("sync_batchnorm has no effect: the model has no BatchNorm layer")
-    if micro_batch >= whole and gpus == 1:
+    if micro_batch >= global_batch and gpus == 1:
         return tuple(warnings)
     if loss.additive is False:
         warnings.append(
-            f"the global batch of {whole} cannot be cut: {loss.why}; use micro-batch {whole} on one GPU"
+            f"the global batch of {global_batch} cannot be cut: {loss.why}; "
+            f"use micro-batch {global_batch} on one GPU"
         )
     elif loss.is_near:
         warnings.append(loss.why)
     if not loss.batch_norms:
         return tuple(warnings)
     if setting.sync_batchnorm and gpus > 1:
-        sees = min(micro_batch * setting.data_parallel, whole)
+        sees = min(micro_batch * setting.data_parallel, global_batch)
         among = f"the {sees} samples of one micro-batch of all {setting.data_parallel} GPUs together"
-        rest = "" if sees >= whole else f", not the global batch of {whole}"
+        rest = "" if sees >= global_batch else f", not the global batch of {global_batch}"
         warnings.append(f"{_format_layers(loss)} see{'s' * (loss.batch_norms == 1)} {among}{rest}")
         return tuple(warnings)
     layers = _format_layers(loss)
-    warning = f"{layers} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
+    warning = (
+        f"{layers} see the {micro_batch} samples of a micro-batch, not the global batch of {global_batch}"
+    )
     if setting.data_parallel > 1 and not strategy_of(setting).why_not_synchronised:
         warning += f"; --sync-batchnorm lets them see those of all {setting.data_parallel} GPUs"
     warnings.append(warning)

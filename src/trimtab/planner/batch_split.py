@@ -17,7 +17,7 @@ def list_splits(global_batch: int, data_parallel: int) -> list[tuple[int, int]]:
     takes more memory for as many rounds, and its last micro-batch is emptier. This gives about twice the
     square root of the share instead of the full range. All divisors are included.
 
-    >>> cuts(16, 2), cuts(7, 2)
+    >>> list_splits(16, 2), list_splits(7, 2)
     ([(8, 1), (4, 2), (3, 3), (2, 4), (1, 8)], [(4, 1), (2, 2), (1, 4)])
     """
     share = -(-global_batch // data_parallel)
@@ -45,7 +45,7 @@ def is_exact(global_batch: int, data_parallel: int, micro_batch: int, accumulati
 def divide_evenly(global_batch: int, data_parallel: int) -> list[int]:
     """Return the samples of each rank, as even as possible; they add up to the global batch.
 
-    >>> rank_samples(10, 4)
+    >>> divide_evenly(10, 4)
     [3, 3, 2, 2]
     """
     base, more = divmod(global_batch, data_parallel)
@@ -55,7 +55,7 @@ def divide_evenly(global_batch: int, data_parallel: int) -> list[int]:
 def list_micro_batches(samples: int, micro_batch: int) -> list[int]:
     """Return the sizes of a rank's micro-batches; the last may be smaller.
 
-    >>> micro_batches(10, 4)
+    >>> list_micro_batches(10, 4)
     [4, 4, 2]
     """
     return [min(micro_batch, samples - begin) for begin in range(0, samples, micro_batch)]
@@ -66,7 +66,7 @@ def divide_in_proportion(total: int, weights: Sequence[float], most: Sequence[in
 
     Return None if that is impossible. The remainder goes to the numbers that rounding reduced most.
 
-    >>> in_proportion(10, [2.0, 1.0], [10, 10]), in_proportion(10, [1.0, 1.0], [4, 9])
+    >>> divide_in_proportion(10, [2.0, 1.0], [10, 10]), divide_in_proportion(10, [1.0, 1.0], [4, 9])
     ([7, 3], [4, 6])
     """
     if not len(weights) <= total <= sum(most) or min(most) < 1:

@@ -140,16 +140,16 @@ def _search_precisions(
             return first
         mixed, refused = search_mixed(space, estimator)
         among = [evaluation for evaluation in mixed if not counts or evaluation.setting.gpus in counts]
-        found = _SearchOutcome(
+        outcome = _SearchOutcome(
             space, mixed, refused, _search_fitting(_restrict_counts(space, counts), estimator, among, notice)
         )
-        if found.result.best is not None or not _has_only_failures(found.result):
-            return found._replace(
-                space=replace(space, failed_precisions=_drop_shared_causes(failed, found.result))
+        if outcome.result.best is not None or not _has_only_failures(outcome.result):
+            return outcome._replace(
+                space=replace(space, failed_precisions=_drop_shared_causes(failed, outcome.result))
             )
-        first = first or found
+        first = first or outcome
         now = space.precision(question.cluster.devices)
-        causes = found.result.failed.values()
+        causes = outcome.result.failed.values()
         failed = (*failed, *(FailedPrecision(now, error.found, many) for many, error in causes))
         if pick_precision(question.cluster.devices, question.policy, failed) in [
             failed_precision.precision for failed_precision in failed
@@ -218,15 +218,15 @@ def _restrict_counts(space: Space, counts: tuple[int, ...]) -> Space:
 
 
 def _search_fitting(
-    among: Space, estimator: Estimator, mixed: list[Evaluation], notice: Notice = lambda _: None
+    space: Space, estimator: Estimator, mixed: list[Evaluation], notice: Notice = lambda _: None
 ) -> SearchResult:
     """Return the best that fits; if nothing fits, the best that fits by releasing cached blocks."""
-    found = _search_in_time(among, estimator, mixed, notice)
-    if found.best is not None or found.too_late or not found.evaluations:
-        return found
-    tight = _search_in_time(replace(among, tight=True), estimator, mixed, notice)
+    result = _search_in_time(space, estimator, mixed, notice)
+    if result.best is not None or result.too_late or not result.evaluations:
+        return result
+    tight = _search_in_time(replace(space, tight=True), estimator, mixed, notice)
     if tight.best is None:
-        return tight if tight.evaluations else found
+        return tight if tight.evaluations else result
     best = tight.best
     explained = estimator.judge_within(best.setting, best.layout, best.allowed_bytes, explain=True)
     tight.best = replace(best, estimate=explained)
@@ -234,21 +234,21 @@ def _search_fitting(
 
 
 def _search_in_time(
-    among: Space, estimator: Estimator, mixed: list[Evaluation], notice: Notice
+    space: Space, estimator: Estimator, mixed: list[Evaluation], notice: Notice
 ) -> SearchResult:
     """Return the best by the objective; with a deadline, keep the margin if a setting can."""
-    if among.policy.deadline_s is None or among.policy.objective is Objective.SPEED:
-        return search_space(among, estimator, known=mixed, notice=notice)
-    found = SearchResult()
+    if space.policy.deadline_s is None or space.policy.objective is Objective.SPEED:
+        return search_space(space, estimator, known=mixed, notice=notice)
+    result = SearchResult()
     for margin in (MARGIN, 0.0):
-        found = search_space(among, estimator, known=mixed, margin=margin, notice=notice)
-        if found.best is not None:
-            return found
+        result = search_space(space, estimator, known=mixed, margin=margin, notice=notice)
+        if result.best is not None:
+            return result
     # Nothing meets the deadline: the fastest setting shows by how much.
     return (
-        search_space(_optimize_speed(among), estimator, known=mixed, notice=notice)
-        if found.too_late
-        else found
+        search_space(_optimize_speed(space), estimator, known=mixed, notice=notice)
+        if result.too_late
+        else result
     )
 
 
@@ -273,7 +273,7 @@ def _compare_counts(
         )
         for count in counts
     }
-    base = next((found.best for found in best.values() if found.best is not None), None)
+    base = next((result.best for result in best.values() if result.best is not None), None)
     return tuple(_make_row(count, best[count], base, question) for count in counts)
 
 
@@ -330,15 +330,15 @@ def _list_what_ifs(
 ) -> tuple[WhatIf, ...]:
     """Return estimates for twice the samples, twice the epochs and half the batch."""
     workload = question.workload
-    found = []
+    what_ifs = []
     if workload.samples is not None and best.estimate.step_s is not None:
         doubled = workload.replace(samples=workload.samples * 2)
-        found.append(_estimate_longer_run(f"{doubled.samples:,} samples", doubled, question, best, rows))
+        what_ifs.append(_estimate_longer_run(f"{doubled.samples:,} samples", doubled, question, best, rows))
         longer = workload.replace(epochs=workload.epochs * 2)
-        found.append(_estimate_longer_run(f"{longer.epochs} epochs", longer, question, best, rows))
+        what_ifs.append(_estimate_longer_run(f"{longer.epochs} epochs", longer, question, best, rows))
     if workload.global_batch > 1 and best.estimate.step_s is not None:
-        found += _estimate_half_batch(question, estimator, best)
-    return tuple(found)
+        what_ifs += _estimate_half_batch(question, estimator, best)
+    return tuple(what_ifs)
 
 
 def _estimate_longer_run(

@@ -54,12 +54,12 @@ STATIC_PARTS = (PARTS.index("weights"), PARTS.index("optimizer"))
 
 def compute_step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibration | None) -> float | None:
     """Return the seconds of an optimizer step, without a memory replay; None without speed data."""
-    known = find_speed(layout.device, own)
-    if known is None or not trace.sequence:
+    speed = find_speed(layout.device, own)
+    if speed is None or not trace.sequence:
         return None
-    among = communication.find_links(layout.cluster, setting.gpus)
+    links = communication.find_links(layout.cluster, setting.gpus)
     return step_time.estimate_step(
-        trace, setting, known.pace, known.host, among, fusing=setting.compile
+        trace, setting, speed.pace, speed.host, links, fusing=setting.compile
     ).total_s
 
 
@@ -189,13 +189,13 @@ class TraceEstimator:
         key = self._estimate_key(setting, layout)
         if key in self.results.failures:
             raise self.results.failures[key]
-        known = self.results.estimates.get(key)
-        if known is None:
+        estimate = self.results.estimates.get(key)
+        if estimate is None:
             # Convert as a cached estimate is converted, so that both are equal to the last digit.
-            known = Estimate.from_builtins(self._compute_estimate(setting, layout, key).to_builtins())
+            estimate = Estimate.from_builtins(self._compute_estimate(setting, layout, key).to_builtins())
             # The key changes if this number of shards could not be derived from others.
-            self.results.estimates[self._estimate_key(setting, layout)] = known
-        return known.judge_quickly(available_bytes(layout.device))
+            self.results.estimates[self._estimate_key(setting, layout)] = estimate
+        return estimate.judge_quickly(available_bytes(layout.device))
 
     def judge_within(
         self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False
@@ -203,11 +203,11 @@ class TraceEstimator:
         """Return the estimate with a verdict for a memory limit, by replays of the trace."""
         key = f"{self._estimate_key(setting, layout)} {limit_bytes} {explain}"
         if key not in self.judged:
-            found = self.estimate(setting, layout)
+            estimate = self.estimate(setting, layout)
             trace = self._derive_trace(setting, layout)
             if trace is None or isinstance(trace, TrimtabError):
-                return found
-            self.judged[key] = judge_fully(found, trace, setting, limit_bytes=limit_bytes, explain=explain)
+                return estimate
+            self.judged[key] = judge_fully(estimate, trace, setting, limit_bytes=limit_bytes, explain=explain)
         return self.judged[key]
 
     def _compute_estimate(self, setting: Setting, layout: Layout, key: str) -> Estimate:
@@ -215,15 +215,15 @@ class TraceEstimator:
         if len(failures_by_family) > 1:
             raise failures_by_family[0]
         self.prepare([(setting, layout)])
-        known = self.cache.estimates.get(key)
-        if known is not None and self._traced_time(setting, layout) is not None:
-            return Estimate.from_builtins(known)
+        cached = self.cache.estimates.get(key)
+        if cached is not None and self._traced_time(setting, layout) is not None:
+            return Estimate.from_builtins(cached)
         trace = self._derive_trace(setting, layout)
         is_sharded = strategy_of(setting).is_sharded
         if trace is None and is_sharded and setting.mesh.dp_shard not in self.direct:
             # This number of shards cannot be derived from others: trace its micro-batches directly.
             self.direct.add(setting.mesh.dp_shard)
-            self.derived = {name: known for name, known in self.derived.items() if known is not None}
+            self.derived = {name: derived for name, derived in self.derived.items() if derived is not None}
             return self._compute_estimate(setting, layout, self._estimate_key(setting, layout))
         on_a_line = trace is not None
         if trace is None:
@@ -234,7 +234,7 @@ class TraceEstimator:
             self.results.failures[key] = trace
             raise trace
         device = layout.device
-        found, _ = judge(
+        estimate, _ = judge(
             trace,
             setting,
             device,
@@ -244,11 +244,11 @@ class TraceEstimator:
         )
         # Bounds and estimates use the same clock, so that an exact bound stays exact.
         seconds = self._compute_time(setting, layout, lambda: trace, keep=on_a_line)
-        whole = add_accumulation(found, trace, setting).replace(step_s=seconds)
+        total = add_accumulation(estimate, trace, setting).replace(step_s=seconds)
         if on_a_line:
-            self.cache.estimates[key] = whole.to_builtins()
+            self.cache.estimates[key] = total.to_builtins()
             self.cache.changed = True
-        return whole
+        return total
 
     def _derive_trace(self, setting: Setting, layout: Layout) -> Answer | None:
         """Return the trace of a setting derived from loaded traces; None if one is missing."""
@@ -258,10 +258,10 @@ class TraceEstimator:
             needed = strategy_of(traced).trace_parts(traced, self.direct)
             parts = [self.traces.get(self._trace_key(part, device)) for part in needed]
             wrong = next((part for part in parts if isinstance(part, TrimtabError)), None)
-            known = [part for part in parts if part is not None and not isinstance(part, TrimtabError)]
-            if wrong is None and len(known) < len(parts):
+            traces = [part for part in parts if part is not None and not isinstance(part, TrimtabError)]
+            if wrong is None and len(traces) < len(parts):
                 return None
-            self.derived[key] = wrong or derive_trace(traced, known)
+            self.derived[key] = wrong or derive_trace(traced, traces)
         return self.derived[key]
 
     def _has_anchors(self, setting: Setting, layout: Layout) -> bool:
@@ -278,12 +278,12 @@ class TraceEstimator:
         """Return the same from times that were already computed."""
         return self._make_bound(setting, layout, self._stored_time)
 
-    def _make_bound(self, setting: Setting, layout: Layout, known: KnownTime) -> LowerBound:
+    def _make_bound(self, setting: Setting, layout: Layout, known_time: KnownTime) -> LowerBound:
         if layout.device.kind in self.untimed:
             return LowerBound(step_s=None, need_bytes=self._least_bytes(setting))
-        seconds = known(setting, layout)
+        seconds = known_time(setting, layout)
         if seconds is None:
-            seconds = self._bound_time(setting, layout, known)
+            seconds = self._bound_time(setting, layout, known_time)
         return LowerBound(step_s=seconds, need_bytes=self._least_bytes(setting))
 
     def tighten_bound(self, setting: Setting, layout: Layout) -> LowerBound:
@@ -389,10 +389,10 @@ class TraceEstimator:
         """Return the time by a trace; with `keep`, also store it in the cache."""
 
         def compute() -> float | None:
-            found = trace()
-            assert found is not None  # noqa: S101 - the caller has checked it
-            assert not isinstance(found, TrimtabError)  # noqa: S101
-            return self.clock(found, setting, layout, self.calibration_of(layout.device))
+            answer = trace()
+            assert answer is not None  # noqa: S101 - the caller has checked it
+            assert not isinstance(answer, TrimtabError)  # noqa: S101
+            return self.clock(answer, setting, layout, self.calibration_of(layout.device))
 
         key = self._estimate_key(setting.replace(allocator=Allocator.DEFAULT), layout)
         if key not in self.results.times:
@@ -485,8 +485,8 @@ def count_static_bytes(trace: Trace) -> int:
 def keep_compute(trace: Trace) -> Trace:
     """Return the trace with only forward and backward: no optimizer, no collectives."""
     end = trace.phases.get("optimizer", len(trace.sequence))
-    kept = tuple(number for number in trace.sequence[:end] if trace.works[number].kind not in NOT_COMPUTE)
-    return trace.replace(sequence=kept, phases={**trace.phases, "optimizer": len(kept)})
+    sequence = tuple(number for number in trace.sequence[:end] if trace.works[number].kind not in NOT_COMPUTE)
+    return trace.replace(sequence=sequence, phases={**trace.phases, "optimizer": len(sequence)})
 
 
 def compute_peak_s(trace: Trace, device: Device) -> float:

@@ -90,8 +90,8 @@ def _compare_others(best: Evaluation, result: SearchResult, get: Callable[[Setti
     for family, (_, least) in result.beaten.items():
         name = get(family.setting(family.splits[-1]))
         # If a bound is clearly below the estimates, the best of this value is not known.
-        found = [item.estimate.step_s or 0.0 for item in others.get(name, ()) if item.fits]
-        if name != get(best.setting) and least and least * (1 + TIE) < min(found, default=math.inf):
+        times = [item.estimate.step_s or 0.0 for item in others.get(name, ()) if item.fits]
+        if name != get(best.setting) and least and least * (1 + TIE) < min(times, default=math.inf):
             unseen[name] = min(least, unseen.get(name, least))
     texts = [_describe_value(str(value), seen, best) for value, seen in others.items() if value not in unseen]
     return texts + [f"{name} takes at least {format_step(least)} a step" for name, least in unseen.items()]
@@ -239,20 +239,22 @@ def _is_in_family(setting: Setting, family: Family, best: Evaluation) -> bool:
 
 def _explain_accumulation(setting: Setting) -> str:
     """Return how micro-batch, accumulation and ranks give the global batch, in numbers."""
-    micro, rounds, ranks, whole = (
+    micro, rounds, ranks, global_batch = (
         setting.micro_batch,
         setting.accumulation,
         setting.data_parallel,
         setting.global_batch,
     )
     if setting.shares:
-        return f"{' + '.join(str(share.samples) for share in setting.shares)} = {whole}, exactly"
-    if is_exact(whole, ranks, micro, rounds):
-        return f"{micro} x {rounds} x {ranks} data-parallel = {whole}, exactly"
-    sizes = {samples: list_micro_batches(samples, micro)[-1] for samples in divide_evenly(whole, ranks)}
+        return f"{' + '.join(str(share.samples) for share in setting.shares)} = {global_batch}, exactly"
+    if is_exact(global_batch, ranks, micro, rounds):
+        return f"{micro} x {rounds} x {ranks} data-parallel = {global_batch}, exactly"
+    sizes = {
+        samples: list_micro_batches(samples, micro)[-1] for samples in divide_evenly(global_batch, ranks)
+    }
     last = ", ".join(f"{samples} samples end in a micro-batch of {size}" for samples, size in sizes.items())
-    product = f"{micro} x {rounds} x {ranks} is more than {whole}"
-    return f"{product}: the last is smaller, so that it is {whole} exactly ({last})"
+    product = f"{micro} x {rounds} x {ranks} is more than {global_batch}"
+    return f"{product}: the last is smaller, so that it is {global_batch} exactly ({last})"
 
 
 def _explain_precision(best: Evaluation, space: Space) -> str:
@@ -531,7 +533,7 @@ def _warn_short_epoch(workload: Workload) -> str:
     """Return a warning if an epoch has fewer samples than a step; empty if it has enough.
 
     >>> from trimtab.spec import Workload
-    >>> _short_epoch(Workload(name="a", global_batch=16, samples=16))
+    >>> _warn_short_epoch(Workload(name="a", global_batch=16, samples=16))
     ''
     """
     if workload.samples is None or workload.samples >= workload.global_batch:

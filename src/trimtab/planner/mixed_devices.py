@@ -107,11 +107,11 @@ class _ShareSearch:
         if len(known) < len(kinds):
             return None
         names = [place.name for place in self.layout.places]
-        whole = self.space.workload.global_batch
+        global_batch = self.space.workload.global_batch
         samples = divide_in_proportion(
-            whole, [known[name].samples_per_s for name in names], [whole] * len(names)
+            global_batch, [known[name].samples_per_s for name in names], [global_batch] * len(names)
         )
-        ways = [way for way in (samples, divide_evenly(whole, len(names))) if way is not None]
+        ways = [way for way in (samples, divide_evenly(global_batch, len(names))) if way is not None]
         evaluations = [
             self._evaluate_shares(
                 [make_share(count, known[name].micro_batch) for count, name in zip(way, names, strict=True)],
@@ -150,7 +150,9 @@ class _ShareSearch:
         ranks = self.layout.gpus
         return self.estimator.estimate(self._make_setting(micro, rounds, micro * rounds * ranks), alike)
 
-    def _make_setting(self, micro: int, rounds: int, whole: int, shares: tuple[Share, ...] = ()) -> Setting:
+    def _make_setting(
+        self, micro: int, rounds: int, global_batch: int, shares: tuple[Share, ...] = ()
+    ) -> Setting:
         pins = self.space.policy.pins
         precision = self.space.precision(self.layout.cluster.devices)
         strategy = strategy_by_speed()
@@ -159,7 +161,7 @@ class _ShareSearch:
             mesh=strategy.mesh(self.layout.gpus),
             micro_batch=micro,
             accumulation=rounds,
-            global_batch=whole,
+            global_batch=global_batch,
             precision=precision,
             recompute=self.recompute,
             compile=self.compiled,
@@ -182,15 +184,17 @@ class _ShareSearch:
         if len(times) < len(estimates):
             return None
         fullest, device = max(estimates, key=lambda pair: pair[0].band.high_bytes / available_bytes(pair[1]))
-        whole = self.space.workload.global_batch
+        global_batch = self.space.workload.global_batch
         slowest = max(times)
-        estimate = fullest.replace(step_s=slowest, samples_per_s=whole / slowest, mfu=None, step_time=None)
+        estimate = fullest.replace(
+            step_s=slowest, samples_per_s=global_batch / slowest, mfu=None, step_time=None
+        )
         micro, rounds = (
             max(share.micro_batch for share in shares),
             max(share.accumulation for share in shares),
         )
         return Evaluation(
-            setting=self._make_setting(micro, rounds, whole, tuple(shares)),
+            setting=self._make_setting(micro, rounds, global_batch, tuple(shares)),
             layout=self.layout,
             estimate=estimate,
             allowed_bytes=int(self.space.policy.memory_share * available_bytes(device)),

@@ -126,7 +126,7 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
     return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)
 
 
-def _check_batch(pins: Mapping[str, Any], whole: int) -> list[tuple[str, str]]:
+def _check_batch(pins: Mapping[str, Any], global_batch: int) -> list[tuple[str, str]]:
     """Return the pins that cannot give the global batch together, with the fix."""
     gpus, ranks = pins.get("gpus"), pins.get("data_parallel")
     if ranks is not None and gpus is not None and gpus % ranks:
@@ -136,26 +136,29 @@ def _check_batch(pins: Mapping[str, Any], whole: int) -> list[tuple[str, str]]:
     if strategy is not None:
         following = strategy.pinned_data_parallel(gpus)
     ranks = 1 if following == 1 else ranks or following
-    if ranks is not None and ranks > whole:
+    if ranks is not None and ranks > global_batch:
         return [
             (
-                f"{ranks} data-parallel GPUs for a global batch of {whole}",
-                f"use {whole} or fewer, or a larger batch",
+                f"{ranks} data-parallel GPUs for a global batch of {global_batch}",
+                f"use {global_batch} or fewer, or a larger batch",
             )
         ]
     micro, rounds = pins.get("micro_batch"), pins.get("accumulation")
-    share = -(-whole // (ranks or 1))
+    share = -(-global_batch // (ranks or 1))
     if micro is not None and micro > share:
-        return [(f"micro_batch={micro}, and a rank's share of the global batch {whole} is {share}",
+        return [(f"micro_batch={micro}, and a rank's share of the global batch {global_batch} is {share}",
                  f"pin micro_batch={share} or less")]  # fmt: skip
     if rounds is not None and rounds > share:
-        return [(f"accumulation={rounds}, and a rank's share of the global batch {whole} is {share}",
+        return [(f"accumulation={rounds}, and a rank's share of the global batch {global_batch} is {share}",
                  f"pin accumulation={share} or less")]  # fmt: skip
     if micro is not None and rounds is not None and ranks is not None:
         needed = -(-share // micro)
         if needed != rounds:
             product = f"micro_batch {micro} x accumulation {rounds} x {ranks} data-parallel"
             return [
-                (f"{product} is not the global batch {whole}", f"pin accumulation={needed}, or leave it out")
+                (
+                    f"{product} is not the global batch {global_batch}",
+                    f"pin accumulation={needed}, or leave it out",
+                )
             ]
     return []

@@ -174,7 +174,7 @@ LINE_MARGIN = 1.04
 def predict_on_line(points: dict[int, int], micro: int) -> float | None:
     """Return the bytes of a micro-batch by the line through the two nearest points; None with fewer points.
 
-    >>> line({2: 100, 10: 500}, 6), line({2: 100}, 6)
+    >>> predict_on_line({2: 100, 10: 500}, 6), predict_on_line({2: 100}, 6)
     (300.0, None)
     """
     if len(points) < 2:  # noqa: PLR2004 - a line
@@ -195,7 +195,7 @@ def end_splits(splits: tuple[BatchSplit, ...]) -> list[BatchSplit]:
     One sample often runs other operations (a dimension of size 1 is broadcast), so it is traced separately
     if it matters.
 
-    >>> ends(((8, 1), (4, 2), (2, 4), (1, 8)))
+    >>> end_splits(((8, 1), (4, 2), (2, 4), (1, 8)))
     [(8, 1), (2, 4)]
     """
     several = [split for split in splits if split[0] > 1] or list(splits)

@@ -52,7 +52,8 @@ def describe_places(places: tuple[RankPlacement, ...]) -> str:
     """Return the devices of a plan by node, as in: 2 nodes of 8 x H100 SXM5 80GB.
 
     >>> from trimtab.spec import RankPlacement
-    >>> used(tuple(RankPlacement(node=0, node_name="a", device=index, name="T4") for index in range(2)))
+    >>> places = [RankPlacement(node=0, node_name="a", device=index, name="T4") for index in range(2)]
+    >>> describe_places(tuple(places))
     '2 x T4'
     """
     nodes: dict[int, dict[str, int]] = {}
