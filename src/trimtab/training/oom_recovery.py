@@ -201,16 +201,16 @@ def adjust_micro_batch(
     peak = f"the peak is {format_bytes(peak_bytes)} of {format_bytes(limit)}"
     if used > SHRINK_ABOVE and sizes.current > 1:
         size = min(even_micro_batch(min(most, sizes.current - 1), share), sizes.current - 1)
-        moved = sizes.replace(current=max(1, size), changed_at=step)
+        changed = sizes.replace(current=max(1, size), changed_at=step)
         return SizeChange(
-            sizes=moved, why=f"{peak}, close to the limit; {moved.current} samples at once are enough"
+            sizes=changed, why=f"{peak}, close to the limit; {changed.current} samples at once are enough"
         )
     if used < GROW_BELOW and sizes.current < share:
         size = even_micro_batch(min(most, share), share)
         if size > sizes.current and not sizes.is_blocked(size, step):
-            moved = sizes.replace(current=size, changed_at=step)
+            changed = sizes.replace(current=size, changed_at=step)
             return SizeChange(
-                sizes=moved, why=f"{peak}; {size} samples at once fit as well ({budget.describe()})"
+                sizes=changed, why=f"{peak}; {size} samples at once fit as well ({budget.describe()})"
             )
     return None
 
