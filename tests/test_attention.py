@@ -30,7 +30,7 @@ def target(
 @pytest.fixture(autouse=True)
 def tensors_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conditions look at shapes and strides alone; meta tensors have both, on every machine."""
-    monkeypatch.setattr(rules, "_on_cuda", lambda *_: True)
+    monkeypatch.setattr(rules, "_is_on_cuda", lambda *_: True)
     patched = {
         kernel: tuple(
             one._replace(holds=lambda *_: True) if one.check == "check_all_tensors_on_device" else one

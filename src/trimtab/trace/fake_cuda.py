@@ -192,8 +192,10 @@ def _library_folders() -> tuple[Path, ...]:
 def is_library_file(file: str) -> bool:
     """Whether a file belongs to Python or to an installed package, instead of the job.
 
-    >>> is_installed("/usr/lib/python3/dist-packages/numpy/__init__.py"), is_installed("/home/me/job.py")
-    (True, False)
+    >>> is_library_file("/usr/lib/python3/dist-packages/numpy/__init__.py")
+    True
+    >>> is_library_file("/home/me/job.py")
+    False
     """
     path = Path(file)
     return any(part in PACKAGE_FOLDERS for part in path.parts) or any(
@@ -272,7 +274,7 @@ def _fake_trunc_normal(  # noqa: PLR0913, PLR0917 - torch's own
 def expected_redraws(count: int, outside: float) -> int:
     """Return the rounds until fewer than 1 of `count` is expected outside: count * outside^(rounds + 1) < 1.
 
-    >>> redraws(1_000_000, 0.0455), redraws(1_000_000, 0.0), redraws(10, 0.01)
+    >>> expected_redraws(1_000_000, 0.0455), expected_redraws(1_000_000, 0.0), expected_redraws(10, 0.01)
     (4, 0, 0)
     """
     if count * outside < 1:

@@ -246,7 +246,7 @@ def _pad_packed(data: Any, batch_sizes: Any, batch_first: bool, value: Any, tota
 def _equal_size_ranges(sizes: list[int]) -> Iterator[tuple[int, int]]:
     """Yield first and last step (exclusive) of each range of steps with the same number of samples.
 
-    >>> list(_stretches([3, 3, 2, 1, 1]))
+    >>> list(_equal_size_ranges([3, 3, 2, 1, 1]))
     [(0, 2), (2, 3), (3, 5)]
     """
     begin = 0

@@ -32,8 +32,8 @@ def column_sum_bytes(rows: int, columns: int) -> int:
     If one pass over the rows would leave multiprocessors idle, several blocks share a column and combine
     their sums in this buffer. From torch's sources (Reduce.cuh); exact on an H200.
 
-    >>> column_sum(131_072, 256), column_sum(32_768, 64), column_sum(40_000, 40)
-    (138412032, 4194304, 803840)
+    >>> [column_sum_bytes(*shape) for shape in [(131_072, 256), (32_768, 64), (40_000, 40)]]
+    [138412032, 4194304, 803840]
     """
     vector = next(width for width in (4, 2, 1) if columns % width == 0)
     threads = MAX_THREADS // vector
@@ -59,7 +59,7 @@ def _round_down_to_power_of_two(number: int) -> int:
 def count_launches(tensors: int, numbers: int) -> int:
     """Return the number of kernel launches of a multi-tensor operation.
 
-    >>> launches(290, 1_000_000), launches(3, 50_000_000)
+    >>> count_launches(290, 1_000_000), count_launches(3, 50_000_000)
     (3, 3)
     """
     return max(1, -(-numbers // (LAUNCH_CHUNKS * CHUNK_NUMBERS)), -(-tensors // LAUNCH_TENSORS))
