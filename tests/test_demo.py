@@ -36,7 +36,7 @@ def test_the_demo_detects_plans_trains_and_estimates_and_ends_with_what_is_next(
     assert [command.split()[0] for command in COMMANDS] == ["detect", "plan", "train", "estimate"]
     recipe = MAKEFILE.read_text(encoding="utf-8").partition("\ndemo: $(READY)\n")[2].partition("\n\n")[0]
     assert recipe.splitlines()[-1].lstrip().startswith('@echo; echo "next: trimtab ')
-    # The run begins anew: it would have nothing left to do.
+    # Start a new run: the old one has nothing left to do.
     assert "rm -rf $(VENV)/demo" in recipe
 
 

@@ -14,9 +14,9 @@ from trimtab.diagnosis.diagnose import diagnose_logs
 from trimtab.diagnosis.fault_kinds import load_kinds
 from trimtab.diagnosis.log_scanner import Sighting
 from trimtab.diagnosis.own_runs import ENDINGS, STATES, settle_runs
-from trimtab.probe.machine import Machine, replayed
+from trimtab.probe.machine import Machine, replay_machine
 from trimtab.spec import Incident, IncidentKind
-from trimtab.training.signals import HEARD, describe_stop
+from trimtab.training.signals import STOP_SIGNALS, describe_stop
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -24,7 +24,7 @@ LOGS = Path(__file__).parent / "logs"
 def machine(name: str = "n1", *processes: int) -> Machine:
     """A machine on which those processes are."""
     alive = {f"process:{process}": {"name": "python"} for process in processes}
-    return replayed({"host": {"name": name, **alive}})
+    return replay_machine({"host": {"name": name, **alive}})
 
 
 def copied(name: str, tmp_path: Path) -> Path:
@@ -95,7 +95,7 @@ def test_an_error_that_ended_the_run_is_told_with_its_own_cure(tmp_path: Path) -
     found = diagnose_logs([str(copied("run-failed", tmp_path))])
     assert found.exit_code == 4
     assert "a bad sample" in found.findings[0].what
-    assert found.findings[0].cure.startswith("Mend the job.")
+    assert found.findings[0].cure.startswith("Fix the job.")
 
 
 def test_a_log_in_the_folder_of_a_run_is_read_with_its_events(tmp_path: Path) -> None:
@@ -161,10 +161,11 @@ def test_somebody_elses_error_beside_ours_still_is_one() -> None:
 
 @pytest.mark.parametrize("kind", IncidentKind)
 def test_every_event_is_known_as_it_is_printed(kind: IncidentKind, tmp_path: Path) -> None:
-    done = "this attempt ends. Mend it." if kind in {"failed", "bug"} else "it was answered"
+    done = "this attempt ends. Fix it." if kind in {"failed", "bug"} else "it was answered"
     # In the words of the run itself, so that this fails where they change.
     asked = next(
-        (f"{who} asked for the end" for one, who in map(describe_stop, HEARD) if one is kind), "it came"
+        (f"{who} asked for the end" for one, who in map(describe_stop, STOP_SIGNALS) if one is kind),
+        "it came",
     )
     incident = Incident(kind=kind, at_s=1.0, step=3, rank=0, why=asked, done=done)
     file = tmp_path / "events.jsonl"

@@ -134,7 +134,7 @@ def test_an_error_on_one_node_ends_the_ranks_of_another(
     monkeypatch.setenv("RANK", "3")
     one, other = RankFiles(tmp_path, own="n1"), RankFiles(tmp_path, own="n2")
     one.write_error(
-        JobFailed("loss()", found="ValueError: boom", cure="Mend it."), trace="Traceback\nValueError: boom\n"
+        JobFailed("loss()", found="ValueError: boom", cure="Fix it."), trace="Traceback\nValueError: boom\n"
     )
     assert other.is_over()
     assert isinstance(other.read_error(), JobFailed)

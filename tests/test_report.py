@@ -30,9 +30,9 @@ from trimtab.pages import page, report
 from trimtab.pages.figures import candidates_figure, find_frontier, pick_evenly
 from trimtab.pages.report_data import ReportData, read_report_data
 from trimtab.pages.svg import Scale, format_number, round_ticks, round_up
-from trimtab.predict.memory import Timeline, memory, timeline
-from trimtab.spec import PARTS, Look, Plan, PlannedStage, Stage, StagedPlan, Trace
-from trimtab.training.run_folder import RunRecord, Tail
+from trimtab.predict.memory import Timeline, build_timeline, estimate_memory
+from trimtab.spec import PARTS, EstimatedSetting, Plan, PlannedStage, Stage, StagedPlan, Trace
+from trimtab.training.run_folder import JsonLineTail, RunRecord
 from trimtab.training.step_log import StepLine
 from trimtab.units import GIB
 
@@ -89,7 +89,7 @@ def full(words: str) -> ReportData:
         plan=plan,
         lines=tuple(StepLine.from_builtins(samples.line(step)) for step in range(1, 9)),
         events=(samples.incident(3, why=words, done=words),),
-        said=(words,),
+        notes=(words,),
     )
     return ReportData(origin=words, plan=plan, run=record, missing=(words,), timeline_of=words)
 
@@ -118,9 +118,9 @@ def test_what_is_nasty_is_shown_as_it_is_with_control_characters_spelt_out(words
     text = made(full(words))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e]", text)
     assert words not in text
-    from trimtab.render import inert
+    from trimtab.render import escape_control
 
-    assert inert(words) in "".join(Parts(text).words)
+    assert escape_control(words) in "".join(Parts(text).words)
     text.encode()
 
 
@@ -180,9 +180,9 @@ def test_the_numbers_on_the_page_are_those_of_the_plan_and_the_run() -> None:
     assert f"samples/s: predicted 64, measured {rate:.3g} ({rate / 64 - 1:+.1%})" in text
 
 
-def looks(figures: list[tuple[int, float, bool]]) -> list[Look]:
+def looks(figures: list[tuple[int, float, bool]]) -> list[EstimatedSetting]:
     return [
-        Look(
+        EstimatedSetting(
             setting=samples.setting(1, index + 1, 1),
             process_bytes=size,
             high_bytes=size,
@@ -240,22 +240,22 @@ def tiny_trace(*, gradients: bool = True) -> Trace:
 @pytest.mark.parametrize("moments", [1, 2, 3, 100])
 def test_the_timeline_of_a_step_keeps_its_peak_however_few_moments_there_are(moments: int) -> None:
     trace = tiny_trace()
-    line = timeline(trace, moments)
+    line = build_timeline(trace, moments)
     assert line is not None
     totals = [sum(held[index] for held in line.held) for index in range(len(line.moments))]
     assert len(totals) <= min(moments, 6)
     # 1024 of weights, 2048 and 3072 of activations: the allocator rounds 3000 up.
-    assert totals[line.peak] == max(totals) == 1024 + 2048 + 3072 == memory(trace).allocated_bytes
+    assert totals[line.peak] == max(totals) == 1024 + 2048 + 3072 == estimate_memory(trace).allocated_bytes
     assert line.operation == "mm"
     assert line.first_gradient == 5
     assert line.total == 6
 
 
 def test_a_step_without_gradients_and_a_trace_without_a_last_step() -> None:
-    line = timeline(tiny_trace(gradients=False))
+    line = build_timeline(tiny_trace(gradients=False))
     assert line is not None
     assert line.first_gradient is None
-    assert timeline(tiny_trace().replace(marks={})) is None
+    assert build_timeline(tiny_trace().replace(marks={})) is None
 
 
 @given(st.floats(-1e12, 1e12), st.floats(1e-6, 1e12), st.integers(2, 9))
@@ -381,10 +381,10 @@ def test_a_file_that_grows_is_read_on_from_where_reading_ended(tmp_path: Path) -
     file = tmp_path / "log.jsonl"
     first, second = (json.dumps(samples.line(step)) + "\n" for step in (1, 2))
     file.write_text(first + second[:20])
-    tail = Tail(file)
+    tail = JsonLineTail(file)
 
     def steps() -> list[int]:
-        return [one.step for one in tail.fresh(StepLine) if one is not None]
+        return [one.step for one in tail.read_new(StepLine) if one is not None]
 
     assert steps() == [1]
     assert tail.torn
@@ -595,7 +595,7 @@ def contrast(text: str, other: str) -> float:
 def crowded() -> Plan:
     """A plan with lines for eight numbers of GPUs, and settings that need 15 times what a GPU has."""
     looks = [
-        Look(
+        EstimatedSetting(
             setting=samples.setting(gpus, micro, 2),
             process_bytes=round((3 + 0.3 * gpus + 4.5 * micro) * GIB),
             high_bytes=round(1.05 * (3 + 0.3 * gpus + 4.5 * micro) * GIB),

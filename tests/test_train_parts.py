@@ -611,7 +611,7 @@ def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(
     assert heard is not None
     assert heard.since_ns == later
     assert not heard.is_over()
-    heard.write_error(JobFailed("loss()", found="sour", cure="Mend it."))
+    heard.write_error(JobFailed("loss()", found="sour", cure="Fix it."))
     error = heard.read_error()
     assert error is not None
     assert error.found.startswith("sour")

@@ -13,14 +13,20 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.engine.pipeline_stage import StandIn, bounds, chain, head, keep_stage
+from trimtab.engine.pipeline_stage import (
+    RemoteBlock,
+    count_head_weights,
+    find_block_chain,
+    keep_stage,
+    split_stages,
+)
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.spec import Mesh, Recompute, Setting, Strategy
 from trimtab.training import process_group
-from trimtab.training.bad_steps import keep_fp32, suspect
+from trimtab.training.bad_steps import find_bad_module, keep_fp32
 from trimtab.training.checkpoints import CheckpointManager
-from trimtab.training.loading import window_of
-from trimtab.training.pipeline import NeighbourFailed, schedule
+from trimtab.training.loading import wrap_batch
+from trimtab.training.pipeline import NeighbourFailed, build_schedule
 from trimtab.training.run import Run
 from worlds import Drill, everywhere
 
@@ -144,7 +150,7 @@ def among(size: int) -> Iterator[bool]:
     here = int(os.environ["RANK"]) < size
     if not here and size > 1:
         # Ranks meet by the number of the meeting.
-        next(process_group._MEETINGS)  # noqa: SLF001
+        next(process_group._RENDEZVOUS)  # noqa: SLF001
     try:
         yield here
     finally:
@@ -217,14 +223,14 @@ def suspected() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with Run(pipeline(3), join_s=60) as run:
         model, _ = run.prepare(network(), sgd, loss=loss, weight=tokens)
-        window = window_of(data(0))
-        found["none"] = suspect(run, window)
+        window = wrap_batch(data(0))
+        found["none"] = find_bad_module(run, window)
         for kind in (Endless(), Steep()):
             for number, block in enumerate(model.blocks):
-                mine = not isinstance(block, StandIn)
+                mine = not isinstance(block, RemoteBlock)
                 if mine:
                     good, block.drop = block.drop, kind
-                found[f"{type(kind).__name__} {number}"] = suspect(run, window)
+                found[f"{type(kind).__name__} {number}"] = find_bad_module(run, window)
                 if mine:
                     block.drop = good
         # Whoever has a block widens it; the others still hand over what they are given.
@@ -268,18 +274,18 @@ def kept(folder: Path) -> dict[str, Any]:
                 batches = [data(2 * number), data(2 * number + 1)]
                 found[f"kept {number}"] = trained(run, model, batches)
                 keeper.save(number + 1, objects, wait=True)
-                assert keeper.kept == number + 1
+                assert keeper.last_saved == number + 1
     return found
 
 
 def evaluated() -> float:
-    from trimtab.training.loop import evaluate
+    from trimtab.training.loop import evaluate_loss
 
     samples = data(7)
     dataset = [{name: value[number] for name, value in samples.items()} for number in range(WHOLE)]
     with Run(pipeline(2, 2, micro=2), join_s=60) as run:
         model, _ = run.prepare(network(), sgd, loss=loss, weight=tokens)
-        value = evaluate(run, dataset)
+        value = evaluate_loss(run, dataset)
         assert all(module.training for module in model.modules())
         return value
 
@@ -436,7 +442,7 @@ def adamw(steps: int) -> dict[str, torch.Tensor]:
 def test_stages_are_cut_so_that_the_costliest_costs_least(
     costs: list[int], last: int, stages: int, places: list[int]
 ) -> None:
-    assert bounds(costs, last, stages) == places
+    assert split_stages(costs, last, stages) == places
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
@@ -445,7 +451,7 @@ def test_a_schedule_has_every_pass_once_and_holds_no_more_than_there_are_stages(
     stages: int, parts: int
 ) -> None:
     for stage in range(stages):
-        turns = schedule(stage, stages, parts)
+        turns = build_schedule(stage, stages, parts)
         for forward in (True, False):
             assert [turn.number for turn in turns if turn.forward is forward] == list(range(parts))
         live = most = 0
@@ -458,11 +464,11 @@ def test_a_schedule_has_every_pass_once_and_holds_no_more_than_there_are_stages(
 
 def test_the_head_counts_for_the_last_stage() -> None:
     tied = network()
-    assert chain(tied).name == "blocks"
+    assert find_block_chain(tied).name == "blocks"
     # The frozen and the unused matrix are no tables; the tied head is one.
-    assert head(tied, chain(tied)) == WIDTH * WIDTH + 9
+    assert count_head_weights(tied, find_block_chain(tied)) == WIDTH * WIDTH + 9
     bare = nn.ModuleDict({"tokens": nn.Embedding(50, WIDTH), "blocks": nn.ModuleList([Block(), Block()])})
-    assert head(bare, chain(bare)) == 50 * WIDTH
+    assert count_head_weights(bare, find_block_chain(bare)) == 50 * WIDTH
 
 
 class Odd(Net):
@@ -505,9 +511,9 @@ def stage_of(model: nn.Module, stage: int, stages: int = 2) -> Any:
         ("out of order", 0, "loss\\(\\) calls blocks.1 when blocks.0 was due"),
         ("left out", 1, r"ended without calling blocks.3"),
         ("between", 0, "something is computed between blocks.1 and blocks.2"),
-        ("between", 1, "computes with what a block returns that another rank has"),
-        ("skip", 1, "computes with what a block returns that another rank has"),
-        ("whole numbers", 0, "blocks.0 is not given a tensor first"),
+        ("between", 1, "uses the output of a block on another rank"),
+        ("skip", 1, "uses the output of a block on another rank"),
+        ("whole numbers", 0, "the first argument of blocks.0 is not a floating-point tensor"),
     ],
 )
 def test_blocks_that_are_no_chain_are_refused(how: str, stage: int, text: str) -> None:

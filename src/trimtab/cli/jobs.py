@@ -110,7 +110,7 @@ def show_cancelled(job: JobView) -> RenderableType:
     if job.run is None:
         return Text(escape_control(f"{_named(job)} is cancelled; no run has begun"))
     return Group(
-        Text(escape_control(f"{_named(job)} is told to end; it saves the step it is at")),
+        Text(escape_control(f"{_named(job)} is ending; it saves the current step first")),
         render_labelled("at", _progress(job.run), "dim"),
         render_labelled("run", job.run.folder, "dim"),
     )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
-from trimtab.errors import BrokenFile, TrimtabError, UnknownName, WrongUse, nearest, shortened
+from trimtab.errors import BrokenFile, TrimtabError, UnknownName, WrongUse, find_nearest, shorten
 from trimtab.spec.base import Noun
 
 KeyPath = tuple[str | int, ...]
@@ -321,7 +321,7 @@ def parse_path(text: str) -> KeyPath:
         match = _STEP.match(text, at)
         if match is None:
             raise WrongUse(
-                f"the key {shortened(text)!r}",
+                f"the key {shorten(text)!r}",
                 found=f"it cannot be read from character {at + 1} on",
                 cure='Write keys with dots, places in lists as [0], odd keys in quotes: stages[0]."a.b".',
             )
@@ -495,7 +495,7 @@ def _refuse_impossible(page: ParsedConfig, changes: Changes) -> None:
             raise WrongUse(page.origin, found="no key was named", cure="Name the key to change.")
         if not _is_writable(value):
             raise WrongUse(
-                f"{page.origin}: {format_path(path)} = {shortened(repr(value))}",
+                f"{page.origin}: {format_path(path)} = {shorten(repr(value))}",
                 found="only text, numbers, booleans, None and lists of these can be written",
                 cure="Name the keys inside of it one by one.",
             )
@@ -503,7 +503,7 @@ def _refuse_impossible(page: ParsedConfig, changes: Changes) -> None:
         if outer is not None:
             raise WrongUse(
                 f"{page.origin}: {format_path(outer)} and {format_path(path)}",
-                found="one lies inside the other",
+                found="one is inside the other",
                 cure="Change one of them.",
             )
 
@@ -589,7 +589,7 @@ def _keep_beside(page: ParsedConfig, path: KeyPath, node: TextNode, *, allowed: 
         return page.format.keep_beside(page, node)
     raise WrongUse(
         f"{page.locate(node.start)}: {format_path(path)}",
-        found=f"its value is computed: {shortened(node.computed)}",
+        found=f"its value is computed: {shorten(node.computed)}",
         cure="Change it by hand, or let the literal be written and the old expression kept in a comment.",
     )
 
@@ -602,7 +602,9 @@ def _refuse_missing(page: ParsedConfig, path: KeyPath) -> NoReturn:
     }
     known.pop(format_path(()), None)
     wanted = format_path(path)
-    close = nearest(wanted, known) or nearest(str(path[-1]), {name.rpartition(".")[2] for name in known})
+    close = find_nearest(wanted, known) or find_nearest(
+        str(path[-1]), {name.rpartition(".")[2] for name in known}
+    )
     lines = [f"{name} (line {page.place(known[name].start)[0]})" if name in known else name for name in close]
     raise UnknownName(
         f"{page.origin}: {wanted}",
@@ -657,7 +659,7 @@ def refuse_leaf(page: ParsedConfig, path: KeyPath, node: TextNode) -> NoReturn:
     """Raise because a key was to be added inside of a value."""
     raise WrongUse(
         f"{page.locate(node.start)}: {format_path(path)}",
-        found=f"it is the value {shortened(repr(_comparable_value(node)))}, so that nothing can be added "
+        found=f"it is the value {shorten(repr(_comparable_value(node)))}, so that nothing can be added "
         "inside of it",
         cure="Name another key, or make it a section by hand.",
     )
@@ -688,7 +690,7 @@ def duplicate_error(origin: str, text: str, key: str, places: tuple[int, int], *
     first, second = (line_and_column(text, place) for place in places)
     return BrokenFile(
         f"{origin}:{second[0]}:{second[1]}",
-        found=f"the key {shortened(key)} is there twice, in lines {first[0]} and {second[0]}",
+        found=f"the key {shorten(key)} is there twice, in lines {first[0]} and {second[0]}",
         cure=f"Remove one of them: programs that read {kind} take the last, or refuse.",
     )
 

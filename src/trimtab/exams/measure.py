@@ -99,7 +99,7 @@ def measure_here(request: TraceRequest) -> StepMeasurement:
     except torch.OutOfMemoryError as error:
         return StepMeasurement(out_of_memory=str(error).split("\n")[0], **named)
     except Exception as error:
-        raise job_error(f"job {request.job}", error, "Fix the job's code at that line.") from error
+        raise job_error(f"job {request.job}", error, "Fix the job.") from error
 
 
 def measure_rank(

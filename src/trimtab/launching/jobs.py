@@ -566,7 +566,7 @@ def _end_local(folder: Path, given: str) -> JobView:
     except OSError as error:
         raise EnvironmentFault(
             given,
-            found=f"process {attempt.pid} cannot be told to end ({error.strerror})",
+            found=f"process {attempt.pid} cannot be sent a signal ({error.strerror})",
             cure="End it by hand.",
         ) from error
     return view

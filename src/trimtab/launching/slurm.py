@@ -32,7 +32,7 @@ from trimtab.launching.quoting import (
 )
 from trimtab.launching.resources import add_margin, explain_time
 from trimtab.spec import Launch, LaunchKind
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.units import MIB, format_bytes, format_duration, parse_duration, parse_whole, plural
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class SlurmNode(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Counts are possible."""
-        return below(1, cpus=self.cpus) + below(
+        return check_minimum(1, cpus=self.cpus) + check_minimum(
             0, **{f"gpus {name}": many for name, many in self.gpus.items()}
         )
 
@@ -204,8 +204,8 @@ port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"""
 TAIL = f'''\
 code=$?
 
-# {STOPPED}: told by Slurm that time runs out, it has saved. {ENDED}: told to end, as a preempted job is;
-# it leaves before its grace is over, and then Slurm does not queue it again by itself.
+# {STOPPED}: Slurm warned of the time limit, and the run has saved. {ENDED}: the job got SIGTERM, for example because
+# it was preempted. It exits before its grace period ends, so Slurm does not requeue it by itself.
 preempted() {{ [[ "$(scontrol --oneliner show job "$SLURM_JOB_ID")" == *" PreemptTime="[0-9]* ]]; }}
 if [ "$code" -eq {STOPPED} ] || {{ [ "$code" -eq {ENDED} ] && preempted; }}; then
   [ "${{SLURM_RESTART_COUNT:-0}}" -ge {REQUEUES} ] || scontrol requeue "$SLURM_JOB_ID"
@@ -389,12 +389,12 @@ def is_same_gpu(kind: str, device: str) -> bool:
     >>> is_same_gpu("rtx3090", "RTX 3090")
     True
     """
-    from trimtab.catalog.devices import typed
+    from trimtab.catalog.devices import find_typed_device
 
     if not kind:
         return True
     try:
-        if typed(kind)[0].name == device:
+        if find_typed_device(kind)[0].name == device:
             return True
     except WrongUse:
         # Sites name types as they like: `a100` comes in two sizes, and `gold` is no name at all.
