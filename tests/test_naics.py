@@ -140,7 +140,7 @@ def relation(text: str, other: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"),
+    ("text", "other", "expected"),
     [
         ("11111", "11111", ""),
         ("11111", "111111", "child"),

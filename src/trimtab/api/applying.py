@@ -57,11 +57,11 @@ def _same_but(
 ) -> Plan:
     """Return the best plan for the job with some options changed; only the micro-batch may differ."""
     from trimtab.configs.apply import stage_pins
-    from trimtab.planner.validity import devices_of
+    from trimtab.planner.validity import rebuild_cluster
 
     return plan(
         found.job,
-        on if on is not None else devices_of(found),
+        on if on is not None else rebuild_cluster(found),
         global_batch=found.choice.global_batch,
         memory=found.policy.memory_share,
         pins=stage_pins(found.choice),
@@ -86,10 +86,10 @@ def apply(request: ApplyRequest) -> dict[str, Any]:
 def write_plan(ready: Sequence[PreparedFile], plan: Plan) -> WriteResult:
     """Write the prepared files, with backups that name the plan."""
     from trimtab.configs.files import write_files
-    from trimtab.render import setting_words
+    from trimtab.render import describe_setting
 
     return write_files(
-        ready, words=f"{plan.job}: {setting_words(plan.choice)}", fingerprint=plan.fingerprint()
+        ready, words=f"{plan.job}: {describe_setting(plan.choice)}", fingerprint=plan.fingerprint()
     )
 
 
@@ -183,9 +183,9 @@ def show(request: ShowRequest) -> Display:
 
 
 def _name(job: Any) -> str:
-    from trimtab.jobs.load import name_of
+    from trimtab.jobs.load import find_job_name
 
-    return name_of(job)[0]
+    return find_job_name(job)[0]
 
 
 class _ConfigEstimator:
@@ -268,8 +268,8 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
     from trimtab.configs.apply import parse_aim
     from trimtab.configs.formats import read_config
     from trimtab.errors import WrongUse
-    from trimtab.jobs.load import load as find
-    from trimtab.jobs.load import name_of
+    from trimtab.jobs.load import find_job_name
+    from trimtab.jobs.load import load_job as find
     from trimtab.planner.pins import read_pins
 
     asked: dict[str, Any] = {}
@@ -293,7 +293,7 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
             raise WrongUse(
                 f"knob {found.by[key]}", found=f"{flag} {key} is given too", cure="Leave one of them out."
             )
-    name, changed = name_of(job)
+    name, changed = find_job_name(job)
     subject = find(name, changed | chosen)
     kept = {}
     for key, value in found.options.items():

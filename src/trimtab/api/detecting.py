@@ -75,7 +75,7 @@ def explain(word: str) -> Word:
     >>> explain("oom").name
     'out-of-memory'
     """
-    from trimtab.catalog.glossary import word as look_up
+    from trimtab.catalog.glossary import find_word as look_up
     from trimtab.diagnosis.fault_kinds import kind_words
 
     return look_up(word, VERBS, more=kind_words())
@@ -114,6 +114,6 @@ def load(name: str, **options: Any) -> Any:
     trimtab.load("slm", layers=24, vocab=50_304)
     trimtab.load("hf:./llama", lora=16)
     """
-    from trimtab.jobs.load import load as find
+    from trimtab.jobs.load import load_job as find
 
     return find(name, options)

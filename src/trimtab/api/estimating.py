@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.errors import TrimtabError
-    from trimtab.exams.run import Marks
+    from trimtab.exams.run import ExamResult
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.spec import Calibration, Cluster, Device, Estimate, Setting, Trace
     from trimtab.trace.request import TraceRequest
@@ -86,16 +86,16 @@ def batch_warnings(
     job: Any, setting: Setting, options: dict[str, Any] | None = None, *, cache: bool = True
 ) -> tuple[str, ...]:
     """Return warnings about a setting that splits the job's batch; runs the job's code on a small batch."""
-    from trimtab.jobs.load import name_of
+    from trimtab.jobs.load import find_job_name
     from trimtab.jobs.registry import comes_with_trimtab
-    from trimtab.planner.batch_loss_rules import warnings
-    from trimtab.trace.loss_check import batch_loss
+    from trimtab.planner.batch_loss_rules import list_warnings
+    from trimtab.trace.loss_check import check_batch_loss
 
-    name, changed = name_of(job)
+    name, changed = find_job_name(job)
     if comes_with_trimtab(name):
         return ()
-    found = batch_loss(name, changed | (options or {}), cache=cache)
-    return warnings(found, setting)
+    found = check_batch_loss(name, changed | (options or {}), cache=cache)
+    return list_warnings(found, setting)
 
 
 def look_at_all(  # noqa: PLR0913 - as above
@@ -114,10 +114,10 @@ def look_at_all(  # noqa: PLR0913 - as above
     All that has to be traced is traced in one go. `always_least` finds the smallest capacity that runs also
     for settings that fit, which takes several replays.
     """
-    from trimtab.jobs.load import name_of
+    from trimtab.jobs.load import find_job_name
     from trimtab.planner.estimates import estimate_settings
 
-    name, changed = name_of(job)
+    name, changed = find_job_name(job)
     return estimate_settings(
         name,
         settings,
@@ -140,7 +140,7 @@ def is_known(  # noqa: PLR0913 - as above
     cache: bool = True,
 ) -> bool:
     """Return whether a setting can be estimated from cached traces."""
-    from trimtab.predict.traces import is_known as is_cached
+    from trimtab.predict.traces import has_trace as is_cached
 
     return cache and is_cached(make_request(job, setting, device, options=options, clip=clip))
 
@@ -149,10 +149,10 @@ def make_request(
     job: Any, setting: Setting, device: Device, *, options: dict[str, Any] | None, clip: float | None
 ) -> TraceRequest:
     """Return the request that a worker process needs to trace a job."""
-    from trimtab.jobs.load import name_of
+    from trimtab.jobs.load import find_job_name
     from trimtab.trace.request import TraceRequest
 
-    name, changed = name_of(job)
+    name, changed = find_job_name(job)
     return TraceRequest(
         job=name, overrides=changed | (options or {}), setting=setting, device=device, clip=clip
     )
@@ -160,7 +160,7 @@ def make_request(
 
 def first_device(where: Cluster) -> Device:
     """Return the device that an estimate is for: the one with the least memory."""
-    from trimtab.planner.estimates import first_device as least
+    from trimtab.planner.estimates import smallest_device as least
 
     return least(where)
 
@@ -254,14 +254,14 @@ def module_classes(
 
     Runs the job's model() in a child process, without memory; empty where no path is like that.
     """
-    from trimtab.jobs.load import name_of
-    from trimtab.training.job_queries import classes_of
+    from trimtab.jobs.load import find_job_name
+    from trimtab.training.job_queries import list_module_classes
 
     bare = {path for path in paths if path.rpartition(".")[2].isdecimal()}
     if not bare:
         return {}
-    name, changed = name_of(job)
-    known = classes_of(name, changed | (options or {}), cache=cache)
+    name, changed = find_job_name(job)
+    known = list_module_classes(name, changed | (options or {}), cache=cache)
     return {path: known[path] for path in sorted(bare) if path in known}
 
 
@@ -271,25 +271,25 @@ def _spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -
     Branch and hybrid ask how many branches it has; hybrid, whose branches may take different numbers of
     micro-batches, and pipeline, which idles for as long as one, ask for the global batch.
     """
-    from trimtab.jobs.load import name_of
+    from trimtab.jobs.load import find_job_name
     from trimtab.strategies import STRATEGIES
-    from trimtab.trace.job_summary import summary
+    from trimtab.trace.job_summary import summarize_job
 
     # A word that is no strategy is refused where the setting is made.
     facts = STRATEGIES[strategy].job_facts if strategy in STRATEGIES else ()
     if not facts:
         return {}
-    name, changed = name_of(job)
-    found = summary(name, changed | (options or {}))
+    name, changed = find_job_name(job)
+    found = summarize_job(name, changed | (options or {}))
     known = {"branches": len(found.branches), "global_batch": found.global_batch}
     return {name: known[name] for name in facts}
 
 
-def exam(only: str = "*", *, cache: bool = True) -> Marks:
+def exam(only: str = "*", *, cache: bool = True) -> ExamResult:
     """Compare every recorded measurement with today's predictions."""
-    from trimtab.exams.run import sit
+    from trimtab.exams.run import run_exam
 
-    return sit(only, cache=cache)
+    return run_exam(only, cache=cache)
 
 
 def profile(  # noqa: PLR0913 - a question and what to do with the answer
@@ -307,13 +307,13 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
     """
     from pathlib import Path
 
-    from trimtab.exams.measure import case_of, measured
-    from trimtab.exams.run import keep as add
+    from trimtab.exams.measure import make_case, measure_in_child
+    from trimtab.exams.run import append_case as add
 
     request = make_request(job, setting, device, options=options, clip=clip)
-    found = measured(request)
+    found = measure_in_child(request)
     if keep is not None and not found.out_of_memory:
-        add(case_of(request, found), Path(keep))
+        add(make_case(request, found), Path(keep))
     predicted, _, _ = look_closely(job, setting, device, options=options, clip=clip)
     figures = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
     guess = {figure: getattr(predicted, figure) for figure in figures}
@@ -327,9 +327,9 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
 
 def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
     """Measure the GPU of this machine; return the calibration and the file that stores it."""
-    from trimtab.calibration.measure import BUDGET_S, calibrated
+    from trimtab.calibration.measure import BUDGET_S, calibrate_in_child
     from trimtab.predict.calibration import write_own_calibration
 
     device = gpu_here("calibrate")
-    found = calibrated(device.kind, budget_s=budget_s or BUDGET_S)
+    found = calibrate_in_child(device.kind, budget_s=budget_s or BUDGET_S)
     return found, write_own_calibration(found)

@@ -93,11 +93,11 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
 def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
     """Return why the run of a plan would fail at once; empty for a launch of your own script."""
     from trimtab.spec import LaunchKind
-    from trimtab.training.job_queries import fault_of
+    from trimtab.training.job_queries import find_job_fault
 
     if kind in {LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED}:
         return ""
-    fault = fault_of(found.job, found.options, cache=cache)
+    fault = find_job_fault(found.job, found.options, cache=cache)
     return "" if fault is None else f"{fault.given}: {fault.found}. {fault.cure}"
 
 
@@ -106,12 +106,12 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.jobs.load import name_of
-    from trimtab.planner.validity import devices_of
+    from trimtab.jobs.load import find_job_name
+    from trimtab.planner.validity import rebuild_cluster
     from trimtab.probe.detect import as_cluster
     from trimtab.spec import Plan
-    from trimtab.trace.job_summary import described
-    from trimtab.training.task import cpu_plan
+    from trimtab.trace.job_summary import describe_job
+    from trimtab.training.task import build_cpu_plan
 
     plan_or_job, procs, options = request.plan_or_job, request.procs, request.options or {}
     nodes = _most_nodes(request.nodes)
@@ -127,12 +127,12 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
                 found="the plan has made its choices",
                 cure="Give them where it is made: trimtab plan JOB --on DEVICES --pin KEY=VALUE --out FILE.",
             )
-        where: Any = devices_of(found)
+        where: Any = rebuild_cluster(found)
         if not counts:
             return [(found, file)]
         name, overrides = found.job, found.options
     else:
-        name, changed = name_of(plan_or_job)
+        name, changed = find_job_name(plan_or_job)
         overrides, where = changed | options, as_cluster(request.on, network=request.network)
     if not where.devices:
         if counts:
@@ -142,7 +142,9 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
                 cure="Say for which devices: --on 4xA100-40GB.",
             )
         loaded = load(name, **overrides)
-        return [(cpu_plan(name, described(loaded, name), (procs or 1) * nodes, fixed, overrides), None)]
+        return [
+            (build_cpu_plan(name, describe_job(loaded, name), (procs or 1) * nodes, fixed, overrides), None)
+        ]
     if procs is not None:
         fixed = fixed | {"gpus": procs * nodes}
     return [
@@ -153,9 +155,9 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
 
 def _most_nodes(nodes: str | None) -> int:
     """Return the most nodes of MIN:MAX."""
-    from trimtab.training.torchrun import node_range
+    from trimtab.training.torchrun import parse_node_range
 
-    return 1 if nodes is None else node_range(nodes)[1]
+    return 1 if nodes is None else parse_node_range(nodes)[1]
 
 
 def _is_plan_file(name: str) -> bool:

@@ -24,14 +24,14 @@ def plan(request: PlanRequest) -> Plan:
     `say` gets each activity in words, `say_best` the best setting so far. With `partial`, Ctrl-C gives the
     best so far as a plan that is not `complete`; otherwise KeyboardInterrupt is raised.
     """
-    from trimtab.jobs.load import name_of
+    from trimtab.jobs.load import find_job_name
     from trimtab.planner.plan import make_plan
     from trimtab.probe.detect import as_cluster
 
     policy = make_policy(request.memory, request.deadline, request.objective, request.price, request.pins)
     cluster = as_cluster(request.on, network=request.network)
     first_device(cluster)
-    name, changed = name_of(request.job)
+    name, changed = find_job_name(request.job)
     return make_plan(
         name,
         changed | (request.options or {}),
@@ -58,7 +58,7 @@ def make_policy(
     from collections.abc import Mapping as AnyMapping
 
     from trimtab.errors import WrongUse
-    from trimtab.planner.pins import read_pins, taken
+    from trimtab.planner.pins import check_pins, read_pins
     from trimtab.spec import Objective, Policy
     from trimtab.units import parse_duration
 
@@ -77,7 +77,7 @@ def make_policy(
         memory_share=memory,
         deadline_s=parse_duration(deadline, "--deadline") if isinstance(deadline, str) else deadline,
         price_per_gpu_hour=price,
-        pins=taken(pins) if isinstance(pins, AnyMapping) else read_pins(pins),
+        pins=check_pins(pins) if isinstance(pins, AnyMapping) else read_pins(pins),
     )
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.pages.report_data import ReportData
-    from trimtab.spec import Sample
+    from trimtab.spec import WatchSample
 
 
 def report(
@@ -33,15 +33,15 @@ def report(
 
 
 def _with_timeline(story: ReportData) -> ReportData:
-    """The story with the memory of a step, where a trace of the plan's setting is at hand."""
+    """Return the report data with the memory timeline of a step, if the plan has a cached trace."""
     from dataclasses import replace
 
-    from trimtab.planner.estimates import cached_timeline
+    from trimtab.planner.estimates import read_cached_timeline
 
     found = story.plan
     if found is None or not found.estimate.process_bytes:
         return story
-    line, words = cached_timeline(found)
+    line, words = read_cached_timeline(found)
     if line is None:
         return replace(story, missing=(*story.missing, f"memory through a step: {words}"))
     return replace(story, timeline=line, timeline_of=words)
@@ -49,7 +49,7 @@ def _with_timeline(story: ReportData) -> ReportData:
 
 def watch(
     runs: Sequence[Path | str] = (), *, interval_s: float = 2.0, samples: int | None = None
-) -> Iterator[Sample]:
+) -> Iterator[WatchSample]:
     """Watch the GPUs of this machine and runs in some folders; yield a sample each interval.
 
     for sample in trimtab.watch(["runs/slm"]):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Cluster, Plan, Stage, StagedPlan
     from trimtab.training.task import RunEnding, TrainTask
-    from trimtab.training.torchrun import Fleet
+    from trimtab.training.torchrun import TorchrunOptions
 
 
 @accepts(TrainRequest)
@@ -32,25 +32,25 @@ def train(request: TrainRequest) -> RunEnding:
 
 
 @accepts(TrainRequest)
-def prepare_training(request: TrainRequest) -> tuple[TrainTask, Fleet | None]:
+def prepare_training(request: TrainRequest) -> tuple[TrainTask, TorchrunOptions | None]:
     """Return what is to be trained, checked and planned, and the processes that have to be started for it."""
     import os
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.jobs.load import load as find
-    from trimtab.jobs.load import name_of
+    from trimtab.jobs.load import find_job_name
+    from trimtab.jobs.load import load_job as find
     from trimtab.training import task, torchrun
     from trimtab.training.fault_injection import read_faults
     from trimtab.training.process_group import ALONE, SRUN, World, read_world
     from trimtab.units import parse_whole
 
     procs, seed = request.procs, request.seed or 0
-    name, changed = name_of(request.job)
+    name, changed = find_job_name(request.job)
     overrides = changed | (request.options or {})
     here = detect()
     world = read_world(os.environ, len(here.devices))
-    places, meeting = torchrun.read_nodes(request.nodes, request.rendezvous)
+    places, meeting = torchrun.check_nodes(request.nodes, request.rendezvous)
     if world.launcher == SRUN and meeting:
         # srun has started one of us a node, and torchrun will start the ranks of it.
         world = World()
@@ -62,7 +62,7 @@ def prepare_training(request: TrainRequest) -> tuple[TrainTask, Fleet | None]:
         )
     schedule = () if request.faults is None else read_faults(Path(request.faults))
     minutes = None if request.checkpoint_s is None else request.checkpoint_s / 60
-    task.check(
+    task.check_counts(
         procs=procs,
         steps=request.steps,
         checkpoint_every=request.checkpoint_steps,
@@ -78,7 +78,7 @@ def prepare_training(request: TrainRequest) -> tuple[TrainTask, Fleet | None]:
     chosen = None
     if world.is_main:
         # One rank plans; the others learn it from that one.
-        most_nodes = torchrun.node_range(places)[1]
+        most_nodes = torchrun.parse_node_range(places)[1]
         ranks = world.size if world.launcher != ALONE else procs and procs * most_nodes
         local_size = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
         together = local_size or min(world.size, len(here.devices) or world.size)
@@ -89,37 +89,37 @@ def prepare_training(request: TrainRequest) -> tuple[TrainTask, Fleet | None]:
         job=name,
         options=overrides,
         plan=chosen,
-        out=str(task.place(request.out, name)),
+        out=str(task.choose_run_folder(request.out, name)),
         steps=request.steps,
         seed=seed,
         checkpoint_steps=request.checkpoint_steps,
         checkpoint_s=task.CHECKPOINT_S if request.checkpoint_s is None else request.checkpoint_s,
-        keep=task.KEPT if request.keep is None else request.keep,
+        keep=task.CHECKPOINTS_KEPT if request.keep is None else request.keep,
         evaluate_steps=request.evaluate_steps,
         every=request.every,
         json=request.json,
         faults_due=tuple(schedule),
         timeout_min=request.timeout_min,
     )
-    count = procs or (1 if chosen is None else -(-chosen.choice.gpus // torchrun.node_range(places)[1]))
+    count = procs or (1 if chosen is None else -(-chosen.choice.gpus // torchrun.parse_node_range(places)[1]))
     if world.launcher != ALONE or (count == 1 and not meeting):
         return asked, None
     restarts = torchrun.RESTARTS if request.restarts is None else request.restarts
-    return asked, torchrun.Fleet(procs=count, nodes=places, rendezvous=meeting, restarts=restarts)
+    return asked, torchrun.TorchrunOptions(procs=count, nodes=places, rendezvous=meeting, restarts=restarts)
 
 
-def run_training(task: TrainTask, fleet: Fleet | None) -> RunEnding:
+def run_training(task: TrainTask, fleet: TorchrunOptions | None) -> RunEnding:
     """Train, in this process or in those that it starts."""
     from trimtab.errors import EnvironmentFault
     from trimtab.training import torchrun, worker
-    from trimtab.training.rank_files import is_lost
+    from trimtab.training.rank_files import is_lost_peer
 
     if fleet is not None:
-        return torchrun.launch(task, fleet)
+        return torchrun.launch_ranks(task, fleet)
     try:
-        return worker.run(task)
+        return worker.run_task(task)
     except Exception as error:
-        if not is_lost(error):
+        if not is_lost_peer(error):
             raise
         raise EnvironmentFault(
             "trimtab train",
@@ -146,8 +146,8 @@ def _plan_to_train(
     from trimtab.errors import WrongUse
     from trimtab.planner.validity import check_plan, read_plan_file
     from trimtab.spec import Plan
-    from trimtab.trace.job_summary import described
-    from trimtab.training.task import cpu_plan, repeat_node
+    from trimtab.trace.job_summary import describe_job
+    from trimtab.training.task import build_cpu_plan, repeat_node
     from trimtab.units import plural
 
     name, job, overrides, here = question
@@ -173,7 +173,7 @@ def _plan_to_train(
             )
         return found
     if not here.devices:
-        return cpu_plan(name, described(job, name), ranks or 1, policy.pins, overrides)
+        return build_cpu_plan(name, describe_job(job, name), ranks or 1, policy.pins, overrides)
     nodes = 1 if per_node is None or ranks is None else max(1, ranks // per_node)
     if ranks is not None and ranks > nodes * len(here.devices):
         raise WrongUse(
@@ -190,10 +190,10 @@ def _stages_of(
 ) -> tuple[str, dict[str, Any], tuple[Stage, ...]]:
     """Return the name of a job, what was changed on it, and its stages: its own, or those of a folder."""
     from trimtab.errors import WrongUse
-    from trimtab.jobs.load import load as find
-    from trimtab.jobs.load import name_of
+    from trimtab.jobs.load import find_job_name
+    from trimtab.jobs.load import load_job as find
 
-    name, changed = name_of(job)
+    name, changed = find_job_name(job)
     overrides = changed | (options or {})
     # Only to find the stages: what they set is all that counts from then on, wherever the files are.
     loaded = find(name, overrides | ({} if files is None else {"stage_files": str(files)}))
@@ -216,10 +216,10 @@ def plan_stages(request: PlanStagesRequest) -> StagedPlan:
     `files` is a folder of stages. What a stage changes without a step feeling it (rates, which samples) costs
     no tracing.
     """
-    from trimtab.jobs.load import load as find
+    from trimtab.jobs.load import load_job as find
     from trimtab.probe.detect import as_cluster
     from trimtab.spec import PlannedStage, StagedPlan
-    from trimtab.trace.job_summary import described
+    from trimtab.trace.job_summary import describe_job
 
     name, overrides, stages = _stages_of(request.job, request.files, request.options)
     asked = request.arguments() | {
@@ -235,7 +235,7 @@ def plan_stages(request: PlanStagesRequest) -> StagedPlan:
         options = overrides | stage.options
         job = find(name, options)
         unfelt = getattr(job, "unfelt", ())
-        horizon = described(job, name)
+        horizon = describe_job(job, name)
         asked |= {
             "options": {key: value for key, value in options.items() if key not in unfelt},
             "global_batch": request.global_batch or horizon.global_batch,
@@ -293,7 +293,7 @@ def train_stages(request: TrainStagesRequest) -> RunEnding:
     identity = stages_module.StageChain(
         job=name, options=overrides, stages=stages, steps=request.steps, seed=request.seed or 0
     )
-    return stages_module.run(identity, task.place(request.out, name), train_one, _say)
+    return stages_module.run_stages(identity, task.choose_run_folder(request.out, name), train_one, _say)
 
 
 def _say(text: str) -> None:

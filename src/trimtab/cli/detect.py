@@ -10,7 +10,7 @@ import typer
 
 from trimtab import api, render
 from trimtab.cli.console import Json, print_json, print_text
-from trimtab.errors import UnknownName, WrongUse, shortened
+from trimtab.errors import UnknownName, WrongUse, shorten
 
 if TYPE_CHECKING:
     from trimtab.catalog.glossary import Word
@@ -56,7 +56,7 @@ def detect(  # noqa: PLR0913, PLR0917 - each is an option
         if json:
             print_json({"devices": [row_facts(row) for row in devices()]})
         else:
-            print_text(render.device_names(devices()))
+            print_text(render.render_device_names(devices()))
         return
     cluster = _look(on, record)
     if network is not None:
@@ -64,13 +64,13 @@ def detect(  # noqa: PLR0913, PLR0917 - each is an option
     if json:
         print_json(cluster.to_builtins())
     else:
-        heading = "This machine" if on is None else f"--on {shortened(on)}"
-        print_text(render.cluster(cluster, heading=heading))
+        heading = "This machine" if on is None else f"--on {shorten(on)}"
+        print_text(render.render_cluster(cluster, heading=heading))
         if sources:
             print_text("")
-            print_text(render.sources(cluster))
+            print_text(render.render_sources(cluster))
     for finding in cluster.findings:
-        print_text(render.finding(finding), errors=True)
+        print_text(render.render_finding(finding), errors=True)
     if any(finding.severity.value == "error" for finding in cluster.findings):
         raise typer.Exit(5)
 
@@ -92,9 +92,9 @@ def _look(on: str | None, record: Path | None) -> Cluster:
     if record is None:
         return api.detect()
     from trimtab.probe.detect import detect as look
-    from trimtab.probe.machine import recorded, this_machine
+    from trimtab.probe.machine import record_machine, this_machine
 
-    world, notes = recorded(this_machine())
+    world, notes = record_machine(this_machine())
     found = look(world)
     try:
         record.write_text(json_text.dumps(notes, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -123,7 +123,7 @@ def explain(
         if json:
             print_json({"words": sorted(known)})
         else:
-            print_text(render.word_list(known))
+            print_text(render.render_word_list(known))
         return
     entries = _entries(word)
     if json and len(entries) > 1:
@@ -139,7 +139,7 @@ def explain(
         for number, entry in enumerate(entries):
             if number:
                 print_text("")
-            print_text(render.word(entry))
+            print_text(render.render_word(entry))
 
 
 def _entries(typed: list[str]) -> list[Word]:

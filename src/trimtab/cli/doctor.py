@@ -105,7 +105,7 @@ def _checked() -> str:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being read, where somebody looks at it."""
+    """Yield a function that shows the file being read on stderr, on a terminal only."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

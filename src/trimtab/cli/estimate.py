@@ -55,7 +55,9 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
         if setting.accumulation > 1:
             spread = strategy_of(setting).describe(setting.mesh)
             heading += f", {spread}, {setting.accumulation} micro-batches"
-        print_text(render.estimate(result, details, heading=heading, help_lines=help_lines, classes=classes))
+        print_text(
+            render.render_estimate(result, details, heading=heading, help_lines=help_lines, classes=classes)
+        )
     if not result.fits:
         raise typer.Exit(3)
 

@@ -173,7 +173,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def last_steps(count: int | None) -> str:
-    """The steps that a speed is of; a summary's is of all of them.
+    """Return the steps that a speed was measured over; empty for all steps.
 
     >>> last_steps(50), last_steps(1), last_steps(None)
     ('last 50 steps', 'last step', '')
@@ -182,13 +182,13 @@ def last_steps(count: int | None) -> str:
 
 
 def beside(*words: str) -> str:
-    """What is worth saying of a number, in brackets behind it.
+    """Join remarks on a number in parentheses.
 
     >>> beside("last 50 steps", "plan 64"), beside("", "")
     (' (last 50 steps, plan 64)', '')
     """
-    said = ", ".join(filter(None, words))
-    return f" ({said})" if said else ""
+    remarks = ", ".join(filter(None, words))
+    return f" ({remarks})" if remarks else ""
 
 
 def _progress(run: JobProgress) -> str:

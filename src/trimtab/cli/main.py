@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from trimtab.cli.console import print_json, print_text
-from trimtab.errors import EnvironmentFault, NothingFits, TrimtabError, WrongUse, shortened
+from trimtab.errors import EnvironmentFault, NothingFits, TrimtabError, WrongUse, shorten
 
 COMMANDS = {
     "detect": ("detect", "Show the hardware that this process may use."),
@@ -137,10 +137,10 @@ def _answered() -> int:
 
 
 def _wrong_use(error: Any) -> WrongUse:
-    """An error of the command line's parser, in our three parts."""
+    """Convert a parser error to a WrongUse with given, found and fix."""
     command = error.ctx.command_path if error.ctx else "trimtab"
     return WrongUse(
-        shortened(" ".join(["trimtab", *sys.argv[1:]])),
+        shorten(" ".join(["trimtab", *sys.argv[1:]])),
         found=error.format_message().rstrip("."),
         cure=f"See `{command} --help`.",
     )
@@ -158,7 +158,7 @@ def _failed(error: TrimtabError) -> int:
 
 
 def _undelivered(error: OSError) -> int:
-    """The answer could not be written."""
+    """Report that the output could not be written, and return the exit code."""
     _abandon(sys.stdout)
     fault = EnvironmentFault(
         "stdout",
@@ -168,7 +168,7 @@ def _undelivered(error: OSError) -> int:
     with contextlib.suppress(OSError):
         from trimtab import render
 
-        print_text(render.error(fault), errors=True)
+        print_text(render.render_error(fault), errors=True)
     return fault.exit_code
 
 
@@ -201,7 +201,7 @@ def _as_json(error: TrimtabError) -> dict[str, Any]:
 def _show_error(error: TrimtabError) -> None:
     from trimtab import render
 
-    print_text(render.error(error), errors=True)
+    print_text(render.render_error(error), errors=True)
     if "--json" in sys.argv and sys.stdout is not None:
         print_json(_as_json(error))
 

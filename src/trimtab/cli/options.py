@@ -12,9 +12,9 @@ import typer
 
 from trimtab.cli.console import say
 from trimtab.errors import WrongUse
-from trimtab.jobs.load import expanded
+from trimtab.jobs.load import expand_stage
 from trimtab.jobs.registry import FOLDER, JobFlag, base_name, job_flags
-from trimtab.spec.requests import CommandOption, CommandRequest, options_of
+from trimtab.spec.requests import CommandOption, CommandRequest, list_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +67,7 @@ def command(request: type[RequestType]) -> Callable[[Callable[..., None]], Calla
             rest = {parameter.name: typed.pop(parameter.name) for parameter in own}
             function(make_request(request, typed), **rest)
 
-        flags = [flag for name, option in options_of(request).items() for flag in _parameters(name, option)]
+        flags = [flag for name, option in list_options(request).items() for flag in _parameters(name, option)]
         # Typer must not look at the annotations of the wrapped function.
         del run.__wrapped__
         vars(run)["__signature__"] = inspect.Signature([*flags, *own])
@@ -128,7 +128,7 @@ def make_request(request: type[RequestType], typed: Mapping[str, Any]) -> Reques
     """Return the request for what was typed."""
     values: dict[str, Any] = {}
     job = next((typed[name] for name in JOB_FIELDS if typed.get(name)), "")
-    for name, option in options_of(request).items():
+    for name, option in list_options(request).items():
         if option.switches:
             values[name] = _switched(typed, option.switches) or option.default
         elif option.flag is None:
@@ -194,7 +194,7 @@ def job_options(
         # A run may be started from another folder than the one where it was planned.
         absolute = isinstance(value, Path)
         options[flag.attribute] = str(value.expanduser().absolute()) if absolute else value
-    return expanded(job, options)
+    return expand_stage(job, options)
 
 
 def state_devices(request: RequestType) -> RequestType:
@@ -243,7 +243,7 @@ def add_knobs(
         where=where,
         ranks=ranks,
     )
-    options = options_of(type(request))
+    options = list_options(type(request))
     fields = {name: value for name, value in wired.train.items() if name in options}
     for name in fields:
         if getattr(request, name) is not None:

@@ -60,7 +60,9 @@ def plan(  # noqa: PLR0913 - each is an option
     else:
         from trimtab import render
 
-        print_text(render.plan(result) if isinstance(result, Plan) else render.staged_plan(result))
+        print_text(
+            render.render_plan(result) if isinstance(result, Plan) else render.render_staged_plan(result)
+        )
     if isinstance(result, Plan) and not result.complete:
         say(f"stopped: this is the best so far, not the best of all; {CONTINUES}")
         raise typer.Exit(INTERRUPTED)

@@ -43,7 +43,7 @@ def report(
         print_json(done)
         return
     many = len(done["shown"])
-    print_text(render.inert(f"{done['file']}: {plural(many, 'figure')}"))
+    print_text(render.escape_control(f"{done['file']}: {plural(many, 'figure')}"))
     if done["figures"]:
-        print_text(render.inert(f"{figures}: {len(done['figures'])} files"))
+        print_text(render.escape_control(f"{figures}: {len(done['figures'])} files"))
     print_notes([f"not shown: {part}" for part in done["missing"]] + done["notes"])

@@ -52,7 +52,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The real machine."""
+    """Return the real machine."""
     return Machine(
         env=os.environ,
         read=_read,

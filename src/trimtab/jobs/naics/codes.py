@@ -52,8 +52,8 @@ RELATIONS = {
     "second-cousin-once-ascending": (4, 3),
     "third-cousin": (4, 4),
 }
-"""Steps up from a code to the nearest common ancestor, and steps down to its relative; nearest first. Codes of
-different sectors are `unrelated`."""
+"""Steps up from a code to the nearest common ancestor, and steps down to its relative; nearest first.
+Codes of different sectors are `unrelated`."""
 UNRELATED = "unrelated"
 RELATION_NAMES = (*RELATIONS, UNRELATED)
 """The number of a relation, from 1, is its distance, the unit of relation_margin."""
@@ -155,7 +155,7 @@ def build_codes(total: int = sum(COUNTS)) -> Codes:
     """Return a tree with this many codes.
 
     >>> build_codes(2125).names[0], build_codes(2125).names[-1], len(build_codes(40).names)
-    ('11', '309423', 40)
+    ('11', '304321', 40)
     """
     if not FEWEST <= total <= MOST:
         raise WrongUse(

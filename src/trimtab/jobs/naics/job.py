@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 # The network. Shapes do not depend on values and nothing is read back from the device, so that the host runs
-# ahead and a step compiles as one graph: all texts of a channel are one encoder batch, all experts one batched
-# product, and all anchors are compared with their candidates at once.
+# ahead and a step compiles as one graph: all texts of a channel are one encoder batch, all experts one
+# batched product, and all anchors are compared with their candidates at once.
 
 
 CHANNELS = ("title", "description", "excluded", "examples")
@@ -168,7 +168,7 @@ class NaicsModel(nn.Module):
         return (contrast + self.job.balance * uneven).mean()
 
     def embed(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return points [anchors, codes, width + 1], and gate probabilities and weights [anchors, codes, experts]."""
+        """Return points [anchors, codes, width + 1], and gate outputs [anchors, codes, experts]."""
         rows = batch[CHANNELS[0]].shape[:2]
         pooled = [self.encoders[channel](batch[channel].flatten(0, 1)) for channel in CHANNELS]
         mixed, probability, counted = self.mixture(torch.cat(pooled, dim=-1))

@@ -27,7 +27,7 @@ SHIPPED = Path(__file__).parent / "conf"
 PAIRS = Pairs.__struct_fields__
 COUNTS = {"n_positives": "positives", "n_negatives": "negatives"}
 BATCH_KEYS = ("batch_size", "accumulate_grad_batches")
-"""Keys that `trimtab apply` writes into a stage for other trainers; not used here, where each stage is planned."""
+"""Keys that `trimtab apply` writes into a stage for other trainers; ignored here: every stage is planned."""
 STAGE_KEYS = ("name", *PAIRS, *COUNTS, *BATCH_KEYS)
 CHAIN_KEYS = ("chain_name", "stages")
 LINK_KEYS = ("name", "max_epochs", "learning_rate")
