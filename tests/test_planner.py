@@ -920,7 +920,7 @@ def test_unlike_gpus_are_shared_by_speed() -> None:
     plan = planned("2xRTX3090+1xRTX4090", Law(static_bytes=GIB, sample_bytes=2**20))
     assert [share.samples for share in plan.choice.shares] != divide_evenly(64, 3)
     assert plan.choice.strategy is Strategy.DDP
-    assert "by speed" in {reason.subject: reason.why for reason in plan.reasons}["strategy"]
+    assert "divided by GPU speed" in {reason.subject: reason.why for reason in plan.reasons}["strategy"]
 
 
 def test_unlike_gpus_take_the_precision_that_all_have() -> None:
@@ -931,7 +931,7 @@ def test_unlike_gpus_take_the_precision_that_all_have() -> None:
 def test_a_pinned_micro_batch_keeps_unlike_gpus_apart_with_a_reason() -> None:
     plan = planned("2xRTX3090+1xRTX4090", pins={"micro_batch": 4})
     assert not plan.choice.shares
-    assert any("unlike micro-batches" in one.why for one in plan.rejected)
+    assert any("different micro-batches" in one.why for one in plan.rejected)
 
 
 # --- plans are files
@@ -1163,7 +1163,7 @@ def test_a_failure_is_remembered_and_told_again() -> None:
 
     def trace_all(settings: Any, _: Any, __: Any) -> list[Any]:
         calls.append(settings)
-        return [JobFailed("loss()", found="it raised", cure="Mend it.") for _ in settings]
+        return [JobFailed("loss()", found="it raised", cure="Fix it.") for _ in settings]
 
     estimator = TraceEstimator(trace_all=trace_all)
     layout = list_layouts(parse_cluster("H100"))[0]
