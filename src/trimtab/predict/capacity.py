@@ -1,8 +1,8 @@
 """Replay a trace within a limited capacity: does it run, and what is the smallest capacity that works?
 
     steps = training_steps(trace)
-    least_capacity(steps)                      # bytes of segments, the CUDA context not included
-    run_within(steps, 20 << 30).releases       # cache releases per step of a long run
+    find_least_capacity(steps)                 # bytes of segments, the CUDA context not included
+    replay_within(steps, 20 << 30).releases    # cache releases per step of a long run
 
 When `cudaMalloc` fails, torch first releases every cached segment that holds no live tensor and tries again;
 only then it raises out of memory. So a job can run in less than it would reserve on a large device. A trace

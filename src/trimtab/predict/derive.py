@@ -198,7 +198,7 @@ def _mix_works(
 def _interpolate(number: int, other: int, share: Fraction) -> int:
     """Return `number` plus a share of the way to `other`, rounded and at least 0.
 
-    >>> _between(1536, 3072, Fraction(1, 2)), _between(100, 200, Fraction(-3, 2))
+    >>> _interpolate(1536, 3072, Fraction(1, 2)), _interpolate(100, 200, Fraction(-3, 2))
     (2304, 0)
     """
     if number == other:

@@ -62,7 +62,7 @@ def rate_mfu(mfu: float, usual: MfuReference | None) -> str | None:
     """Return the rating of an MFU relative to the usual range; None without a range.
 
     >>> usual = MfuReference(low=0.36, high=0.46, model="transformer", figures="...")
-    >>> [rating(mfu, usual) for mfu in (0.1, 0.28, 0.4, 0.5)], rating(0.4, None)
+    >>> [rate_mfu(mfu, usual) for mfu in (0.1, 0.28, 0.4, 0.5)], rate_mfu(0.4, None)
     (['poor', 'fair', 'good', 'excellent'], None)
     """
     if usual is None:
@@ -73,7 +73,7 @@ def rate_mfu(mfu: float, usual: MfuReference | None) -> str | None:
 def warn_high_mfu(mfu: float | None, usual: MfuReference | None) -> str:
     """Return a warning for a predicted MFU that no published run has reached, or an empty string.
 
-    >>> doubt_of(0.4, MfuReference(low=0.36, high=0.46, model="transformer", figures="..."))
+    >>> warn_high_mfu(0.4, MfuReference(low=0.36, high=0.46, model="transformer", figures="..."))
     ''
     """
     if mfu is None or usual is None or mfu <= usual.high:

@@ -92,7 +92,7 @@ def allocator_events(trace: Trace, order: Sequence[int]) -> list[Event]:
 def round_to_block(size: int) -> int:
     """Return the bytes that the allocator uses for a request.
 
-    >>> rounded(1), rounded(512)
+    >>> round_to_block(1), round_to_block(512)
     (512, 512)
     """
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
