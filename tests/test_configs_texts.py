@@ -708,7 +708,7 @@ def test_a_missing_key_is_an_error_that_names_the_nearest(file: str, text: str) 
         ({("train", "batch_size"): {"a": 1}}, "only text, numbers"),
         ({("train", "batch_size"): "\ud800"}, "only text, numbers"),
         ({("train", "batch_size"): object()}, "only text, numbers"),
-        ({("train",): 4, ("train", "batch_size"): 4}, "one lies inside the other"),
+        ({("train",): 4, ("train", "batch_size"): 4}, "one is inside the other"),
         ({(): 4}, "no key was named"),
         ({("new", 0): 4}, "no place in a list"),
     ],

@@ -565,7 +565,9 @@ def test_a_run_that_never_took_a_step_leaves_its_folder_to_others(tmp_path: Path
 
 def test_steps_of_the_engine_are_counted_as_people_do(tmp_path: Path) -> None:
     scribe, _ = opened(tmp_path)
-    scribe.record_local(Incident(kind=IncidentKind.OUT_OF_MEMORY, at_s=1.0, step=0, rank=0, why="a", done="b"))
+    scribe.record_local(
+        Incident(kind=IncidentKind.OUT_OF_MEMORY, at_s=1.0, step=0, rank=0, why="a", done="b")
+    )
     assert scribe.folder.read_events()[0].step == 1
 
 
@@ -595,7 +597,7 @@ def test_errors_of_a_job_are_told_from_ours(tmp_path: Path) -> None:
 def test_evaluation_makes_as_many_passes_on_every_rank() -> None:
     assert loop_module.count_passes(10, 3, 2) == 2
     assert loop_module.count_passes(1, 4, 2) == 1
-    with pytest.raises(JobFailed, match="has no samples that can be counted"):
+    with pytest.raises(JobFailed, match="is empty, or has no __len__"):
         loop_module.build_validation_set(type("Job", (), {"validation": lambda _: []})())
     assert loop_module.build_validation_set(object()) is None
 
