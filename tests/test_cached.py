@@ -270,7 +270,7 @@ def test_memory_that_the_loss_itself_lacks_is_said_so() -> None:
         (lambda *_: 3, "it returned int"),
         (lambda model, batch: model(batch["image"], batch["text"])[0].sum(), "tensors of shapes"),
         (lambda model, batch: torch.cat(model(batch["image"], batch["text"])), "10 rows for 5 samples"),
-        (lambda _, batch: batch["image"], "no trainable parameter"),
+        (lambda _, batch: batch["image"], "any trainable parameter"),
     ],
 )
 def test_embeddings_that_are_none_are_an_error_that_says_so(returned: Any, text: str) -> None:
@@ -367,7 +367,7 @@ def four_ranks() -> dict[str, Report]:
         "hsdp": trained(hsdp, places, Clip(), Drill(*due), clip=0.3),
     }
     limits.KEEPS_WHOLE = 0.0
-    fsdp_module.reset = fsdp_module.reset_by_hand
+    fsdp_module.reset_fsdp = fsdp_module.reset_fsdp_manually
     found["by hand"] = trained(fsdp(4, 2), places, SimClr(), Drill(*due), clip=0.3)
     return found
 
