@@ -18,21 +18,21 @@ from rich.console import Console
 
 from outlooks import Law, workload
 from trimtab import render
-from trimtab.catalog.clusters import stated
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.catalog.facts import facts_of
 from trimtab.errors import NothingFits
 from trimtab.planner import decision, validity
 from trimtab.planner.decision import PlanQuestion
 from trimtab.predict.capacity import (
-    MOST_STEPS,
+    MAX_STEPS,
     TrainingSteps,
+    find_least_capacity,
     judge_fully,
-    least_capacity,
-    run_within,
+    replay_within,
     training_steps,
 )
-from trimtab.predict.estimate import estimate
-from trimtab.predict.memory import accumulated
+from trimtab.predict.estimate import estimate_trace
+from trimtab.predict.memory import add_accumulation
 from trimtab.spec import Allocator, Mesh, Policy, Setting, Strategy, Trace, Verdict
 from trimtab.units import GIB, MIB
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Estimate, Plan
 
-H200 = stated("H200").devices[0]
+H200 = parse_cluster("H200").devices[0]
 CONTEXT_BYTES = facts_of(H200).memory.context_bytes
 SINGLE = Setting(micro_batch=1, global_batch=1)
 Move = tuple[str, int] | tuple[str, int, int] | str
@@ -108,76 +108,76 @@ LATE = trace_of(
 
 def test_a_cached_segment_is_released_for_a_larger_one() -> None:
     steps = training_steps(GROWING)
-    free = run_within(steps, None)
+    free = replay_within(steps, None)
     assert (free.allocated_bytes, free.reserved_bytes) == (150 * MIB, 180 * MIB)
-    tight = run_within(steps, 150 * MIB)
+    tight = replay_within(steps, 150 * MIB)
     assert (tight.runs, tight.reserved_bytes, tight.first_releases) == (True, 150 * MIB, 1)
     # The 50 MiB serve the 30 as well from then on.
     assert tight.releases == 0
-    assert not run_within(steps, 150 * MIB - 1).runs
-    assert least_capacity(steps) == 150 * MIB
+    assert not replay_within(steps, 150 * MIB - 1).runs
+    assert find_least_capacity(steps) == 150 * MIB
 
 
 def test_a_split_block_pins_its_segment_unless_segments_expand() -> None:
     steps = training_steps(PINNED)
     # 20 and 60 for a and b; c's 80 beside them.
-    assert run_within(steps, None).reserved_bytes == 160 * MIB
-    assert least_capacity(steps) == 160 * MIB
+    assert replay_within(steps, None).reserved_bytes == 160 * MIB
+    assert find_least_capacity(steps) == 160 * MIB
     # One range: 20, then b in front of a's 60, of which 48 are free; c takes those and two pages of 20.
-    expanding = run_within(steps, None, expandable=True)
+    expanding = replay_within(steps, None, expandable=True)
     assert expanding.reserved_bytes == 120 * MIB
-    assert least_capacity(steps, expandable=True) == 120 * MIB
+    assert find_least_capacity(steps, expandable=True) == 120 * MIB
 
 
 def test_streams_that_take_turns_release_in_every_step() -> None:
     steps = training_steps(TURNS)
-    tight = run_within(steps, 150 * MIB)
+    tight = replay_within(steps, 150 * MIB)
     assert tight.runs
     assert tight.releases == 2
-    assert run_within(steps, 200 * MIB).releases == 0
+    assert replay_within(steps, 200 * MIB).releases == 0
 
 
 def test_a_limit_by_fraction_counts_whole_requests_of_expandable_segments() -> None:
     # 15 MiB are mapped as 20; 6 more need one more page, but torch holds 20 against the limit all the same.
     steps = training_steps(trace_of([15], [("a", 26), "a"]))
-    assert least_capacity(steps, expandable=True) == 60 * MIB
-    by_fraction = least_capacity(steps, expandable=True, by_fraction=True)
-    assert not run_within(steps, 40 * MIB, expandable=True, by_fraction=True).runs
-    assert run_within(steps, by_fraction, expandable=True, by_fraction=True).runs
+    assert find_least_capacity(steps, expandable=True) == 60 * MIB
+    by_fraction = find_least_capacity(steps, expandable=True, by_fraction=True)
+    assert not replay_within(steps, 40 * MIB, expandable=True, by_fraction=True).runs
+    assert replay_within(steps, by_fraction, expandable=True, by_fraction=True).runs
     default = training_steps(GROWING)
-    assert least_capacity(default, by_fraction=True) == least_capacity(default)
+    assert find_least_capacity(default, by_fraction=True) == find_least_capacity(default)
 
 
 def test_a_job_that_fails_after_the_traced_steps_needs_more() -> None:
     steps = training_steps(LATE)
     traced = TrainingSteps(steps.building, steps.steps, None, {})
-    assert least_capacity(traced) == 204 * MIB
-    assert run_within(traced, 204 * MIB).runs
-    assert not run_within(steps, 204 * MIB).runs
-    assert least_capacity(steps) == 210 * MIB
+    assert find_least_capacity(traced) == 204 * MIB
+    assert replay_within(traced, 204 * MIB).runs
+    assert not replay_within(steps, 204 * MIB).runs
+    assert find_least_capacity(steps) == 210 * MIB
 
 
 def test_steps_are_repeated_only_where_they_repeat_themselves() -> None:
-    assert len(list(training_steps(GROWING).each())) == MOST_STEPS
+    assert len(list(training_steps(GROWING).run_steps())) == MAX_STEPS
     growing = [("a", 30), "a"], [("a", 30), "a"], [("a", 40), "a"]
     leaking = [("a", 30)], [("b", 30)], [("c", 30)]
     handing = [("a", 30)], ["a", ("a", 30)], ["a", ("b", 30)]
     older = [("a", 30), ("b", 20)], [("c", 20), "c"], ["a", ("c", 20), "c"]
-    for steps, many in ((growing, 3), (leaking, 3), (handing, MOST_STEPS), (older, 3)):
-        assert len(list(training_steps(trace_of([10], *steps)).each())) == many
+    for steps, many in ((growing, 3), (leaking, 3), (handing, MAX_STEPS), (older, 3)):
+        assert len(list(training_steps(trace_of([10], *steps)).run_steps())) == many
 
 
 def test_what_a_step_hands_on_is_freed_by_the_next_in_every_repeat() -> None:
     steps = training_steps(trace_of([10], ["grad", ("a", 30), ("grad", 20), "a"]))
-    run = run_within(steps, None)
+    run = replay_within(steps, None)
     assert run.runs
     assert (run.allocated_bytes, run.reserved_bytes) == (60 * MIB, 60 * MIB)
 
 
 def test_a_trace_without_marks_is_one_step() -> None:
     trace = trace_of([100], [("a", 30), "a"]).replace(marks={})
-    assert len(list(training_steps(trace).each())) == 1
-    assert run_within(training_steps(trace), None).reserved_bytes == 130 * MIB
+    assert len(list(training_steps(trace).run_steps())) == 1
+    assert replay_within(training_steps(trace), None).reserved_bytes == 130 * MIB
 
 
 @st.composite
@@ -204,13 +204,13 @@ def test_the_smallest_capacity_runs_and_is_between_allocated_and_reserved(
     trace: Trace, expandable: bool, by_fraction: bool
 ) -> None:
     steps = training_steps(trace)
-    free = run_within(steps, None, expandable=expandable)
-    least = least_capacity(steps, expandable=expandable, by_fraction=by_fraction)
+    free = replay_within(steps, None, expandable=expandable)
+    least = find_least_capacity(steps, expandable=expandable, by_fraction=by_fraction)
     assert free.allocated_bytes <= least
-    assert run_within(steps, least, expandable=expandable, by_fraction=by_fraction).runs
+    assert replay_within(steps, least, expandable=expandable, by_fraction=by_fraction).runs
     if not by_fraction:
         assert least <= free.reserved_bytes
-        enough = run_within(steps, free.reserved_bytes, expandable=expandable)
+        enough = replay_within(steps, free.reserved_bytes, expandable=expandable)
         assert (enough.runs, enough.releases, enough.first_releases) == (True, 0, 0)
 
 
@@ -218,8 +218,10 @@ def test_the_smallest_capacity_runs_and_is_between_allocated_and_reserved(
 
 
 def judged(trace: Trace, capacity: int, setting: Setting = SINGLE, **asked: Any) -> Estimate:
-    found, _ = estimate(trace, setting, H200)
-    return judge_fully(accumulated(found, trace, setting).judge_quickly(capacity), trace, setting, **asked)
+    found, _ = estimate_trace(trace, setting, H200)
+    return judge_fully(
+        add_accumulation(found, trace, setting).judge_quickly(capacity), trace, setting, **asked
+    )
 
 
 def with_band(size: int) -> int:
@@ -316,10 +318,10 @@ def test_of_unlike_ranks_the_one_that_needs_most_decides() -> None:
 
 def test_people_read_the_verdict_and_its_reason() -> None:
     found = judged(GROWING, with_band(170 * MIB + CONTEXT_BYTES))
-    _, details = estimate(GROWING, SINGLE, H200)
+    _, details = estimate_trace(GROWING, SINGLE, H200)
     console = Console(width=80, file=None, record=True, quiet=False)
     with console.capture() as caught:
-        console.print(render.estimate(found, details, heading="job on H200"))
+        console.print(render.render_estimate(found, details, heading="job on H200"))
     text = " ".join(caught.get().split())
     assert "job on H200: fits tightly, " in text
     assert "torch can release cached blocks and run in" in text
@@ -338,9 +340,9 @@ def test_a_verdict_that_contradicts_itself_is_refused() -> None:
 
 def planned(law: Law, **policy: Any) -> Plan:
     question = PlanQuestion(
-        job="fake", workload=workload(), cluster=stated("1xA100-40GB"), policy=Policy(**policy)
+        job="fake", workload=workload(), cluster=parse_cluster("1xA100-40GB"), policy=Policy(**policy)
     )
-    return decision.decide(question, law)
+    return decision.choose_plan(question, law)
 
 
 ONLY_ONE = {"pins": {"recompute": "none", "compile": False, "micro_batch": 32}}
@@ -376,7 +378,7 @@ def test_a_tight_plan_holds_on_the_gpu_that_it_was_made_for() -> None:
     plan = planned(Law(cached_share=0.3), **ONLY_ONE)
     prints = plan.fingerprints
     assert plan.estimate.band.high_bytes > plan.estimate.need_bytes
-    assert validity.changes(plan, prints, stated("1xA100-40GB")) == []
+    assert validity.list_changes(plan, prints, parse_cluster("1xA100-40GB")) == []
     text = " ".join(_shown(plan).split())
     assert "torch releases cached blocks, and runs in" in text
 
@@ -391,7 +393,7 @@ def test_nothing_fits_says_what_is_allocated_and_reserved() -> None:
 def _shown(plan: Plan) -> str:
     console = Console(width=80)
     with console.capture() as caught:
-        console.print(render.plan(plan))
+        console.print(render.render_plan(plan))
     return caught.get()
 
 
