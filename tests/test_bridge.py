@@ -369,8 +369,8 @@ def test_a_deep_prefix_reaches_every_layer_and_no_token_looks_ahead() -> None:
         ({"lora_on": "mlp"}, "Give all or attention"),
         ({"teacher": True}, "ahead is 0"),
         ({"ahead": 2, "temperature": 0.0}, "it is not above 0"),
-        ({"forced_weight": 0.0}, "nothing counts"),
-        ({"forced_weight": 0.0, "ahead": 2, "ahead_weight": 0.0}, "nothing counts"),
+        ({"forced_weight": 0.0}, "all of them are 0"),
+        ({"forced_weight": 0.0, "ahead": 2, "ahead_weight": 0.0}, "all of them are 0"),
         ({"llama_folder": "/no/such/folder"}, r"--llama /no/such/folder: there is no such folder"),
     ],
 )

@@ -108,7 +108,7 @@ def test_the_weights_of_the_folder_are_loaded_to_train_and_not_to_plan(tmp_path:
         torch.set_default_dtype(narrow)
     fresh = trimtab.load(name, pretrained=False, seq=16, data=TEXT)
     assert not torch.equal(fresh.model().lm_head.weight, weights["lm_head.weight"])
-    assert "weights: random, as asked" in fresh.remarks
+    assert "weights: random, as chosen" in fresh.remarks
     # Planning does not open them: they may be elsewhere, or not whole yet.
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with torch.device("meta"):

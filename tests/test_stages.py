@@ -56,10 +56,10 @@ def test_numbers_are_numbers_and_lines_are_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n", "c is there twice, on lines 3 and 5"),
+        ("a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n", "c occurs twice, on lines 3 and 5"),
         ("a: [1\n", "line 2.*expected"),
-        ("- a\n- b\n", "holds a list"),
-        ("a: !odd 1\n", "the tag !odd means nothing here"),
+        ("- a\n- b\n", "contains a list"),
+        ("a: !odd 1\n", "the tag !odd is not supported"),
         ("<<: {a: 1}\nb: 2\n", "not read here.*Write the keys out"),
         ("[a, b]: 2\n", "not read here"),
         ("a: 1\n---\nb: 2\n", "expected a single document"),
@@ -163,11 +163,11 @@ def test_without_a_chain_stages_come_in_the_order_of_their_names(conf: Path) -> 
         ("02_stage.yaml", f"{ONE}positive_relation: sibbling\n", UnknownName, "line 2.*did you mean sibling"),
         ("02_stage.yaml", f"{ONE}positive_relation: 99\n", UnknownName, "no such relation"),
         ("02_stage.yaml", f"{ONE}anchor_level: 7\n", WrongUse, "line 2.*none of 2 to 6"),
-        ("02_stage.yaml", f"{ONE}anchor_level: []\n", WrongUse, "nothing is in the list"),
+        ("02_stage.yaml", f"{ONE}anchor_level: []\n", WrongUse, "the list is empty"),
         ("02_stage.yaml", f"{ONE}distance_margin: far\n", WrongUse, "none of 0 to 10"),
         ("02_stage.yaml", f"{ONE}name: ../up\n", WrongUse, "cannot be the name of a folder"),
         ("02_stage.yaml", f"{ONE}name: 01_stage\n", WrongUse, "both have this name"),
-        ("06_notes.yaml", "remember: this\n", WrongUse, "lies among stages"),
+        ("06_notes.yaml", "remember: this\n", WrongUse, "is in a folder of stages"),
         (CHAIN, "chain_name: x\nstages: []\n", WrongUse, "no list of stages"),
         (CHAIN, "stages:\n  - name: 01_stages\n", UnknownName, "did you mean 01_stage"),
         (CHAIN, "stages:\n  - max_epochs: 3\n", WrongUse, "has no name"),
@@ -192,8 +192,8 @@ def test_a_stage_or_chain_that_cannot_be_is_refused(
             "batch_sizes: 4",
             "no key data_loader.batch_sizes; did you mean data_loader.batch_size",
         ),
-        ("batch_size: 4", "batch_size: auto", "line 7: data_loader.batch_size: auto: it is no whole number"),
-        ("learning_rate: 2e-4", "learning_rate: fast", "training.learning_rate: fast: it is no number"),
+        ("batch_size: 4", "batch_size: auto", "line 7: data_loader.batch_size: auto: it is not a whole number"),
+        ("learning_rate: 2e-4", "learning_rate: fast", "training.learning_rate: fast: it is not a number"),
         ("r: 8", "r: 0", "above 0"),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_stage_is_found_by_the_beginning_of_its_name_and_stands_for_its_option
     job = trimtab.load("naics", stage="02")
     assert (job.negatives, job.positives, job.rate, job.epochs) == (8, 16, 1e-4, 8)
     assert trimtab.load("naics", negatives=3, stage="02").negatives == 3
-    with pytest.raises(UnknownName, match=r"several begin so.*01_stage, 02_stage"):
+    with pytest.raises(UnknownName, match=r"several start with it.*01_stage, 02_stage"):
         find_stage("0", read_stages(""))
     with pytest.raises(UnknownName, match="none of that name; did you mean"):
         trimtab.load("naics", stage="2_stage")

@@ -108,7 +108,7 @@ def linked(file: Path, *, within: bool = False) -> None:
         (os.mkfifo, "neither a file nor a folder"),
         (Path.mkdir, "no files with text"),
         (partial(made, inside=b""), "no files with text"),
-        (partial(made, inside=b"\0"), "1 file, and it is no text"),
+        (partial(made, inside=b"\0"), "1 file, which is not text"),
         (linked, "cannot be read"),
         (partial(linked, within=True), "cannot be read"),
     ],
