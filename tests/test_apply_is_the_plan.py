@@ -233,7 +233,7 @@ def opened(file: Path) -> tuple[ConfigTarget, OpenedConfig]:
 
 def test_a_plan_finds_its_job_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Workload(name="mine", global_batch=8)
-    monkeypatch.setattr(validity, "summary", lambda *_: told)
+    monkeypatch.setattr(validity, "summarize_job", lambda *_: told)
     made, other, plans = (tmp_path / name for name in ("made", "other", "plans"))
     for folder in (made, other, plans):
         folder.mkdir()

@@ -292,7 +292,7 @@ def test_accumulation_repeats_the_passes_and_not_the_optimizer() -> None:
         for count in (1, 4)
     )
     optimizer = found.pace.seconds(adam)
-    # The host is ahead by then: a pass does not begin anew.
+    # The host is ahead by then: a pass does not begin again.
     assert four - optimizer == pytest.approx(4 * (once - optimizer) - 3 * FACTS.step.start_s, rel=0.02)
 
 
