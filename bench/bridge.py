@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 import trimtab
-from trimtab.jobs.options import change
+from trimtab.jobs.options import set_options
 from trimtab.spec import Cluster, Plan
 
 HERE = Path(__file__).parent
@@ -224,7 +224,7 @@ def compared(
     """The plain step at the largest batch that it can take, ours at that one and at larger ones."""
     job, model, optimizer = parts
     before = {name: getattr(job, name) for name in (*options, "sequential")}
-    change(job, options)
+    set_options(job, options)
     state = {name: value.detach().clone() for name, value in learning(model).items()}
 
     def run(name: str, size: int, losses: Any) -> Any:
@@ -251,7 +251,7 @@ def compared(
     found["compiled"] = run("ours, layers compiled", size, job.losses)
     found["larger"] = [run("ours, layers compiled", number, job.losses) for number in larger]
     as_written(model)
-    change(job, before)
+    set_options(job, before)
     plain, ours = found["plain"], found["compiled"]
     if ours is not None:
         best = max([ours, *filter(None, found["larger"])], key=lambda one: one["samples_per_s"])

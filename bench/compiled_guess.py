@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import plan_quality  # type: ignore[import-not-found] # beside this file
 
-from trimtab.catalog.clusters import stated
-from trimtab.exams.run import cases, is_full_name
-from trimtab.predict.estimate import estimate
-from trimtab.predict.memory import accumulated
+from trimtab.catalog.clusters import parse_cluster
+from trimtab.exams.run import is_full_name, read_cases
+from trimtab.predict.estimate import estimate_trace
+from trimtab.predict.memory import add_accumulation
 from trimtab.spec import Trace
-from trimtab.trace.tracer import traced_all
+from trimtab.trace.tracer import trace_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trimtab.errors import TrimtabError
     from trimtab.spec import Setting
 
-DEVICE = stated("H200").devices[0]
+DEVICE = parse_cluster("H200").devices[0]
 CONTEXT = 760 * 2**20
 
 
@@ -57,19 +57,21 @@ def guess(
     if not isinstance(trace, Trace):
         print(f"{name}: {trace}")
         return None
-    found = accumulated(estimate(trace, setting, DEVICE, fusing=setting.compile)[0], trace, setting)
+    found = add_accumulation(
+        estimate_trace(trace, setting, DEVICE, fusing=setting.compile)[0], trace, setting
+    )
     return Row(name, seconds, found.step_s or 0.0, process, found.band.high_bytes)
 
 
 def of_exam() -> Iterator[Row | None]:
     """The compiled cases of the exam."""
-    for case in cases():
+    for case in read_cases():
         measured = case.measurement
         if not measured.setting.compile or measured.step_s is None:
             continue
         job = case.job if is_full_name(case.job) else f"trimtab.exams.jobs:{case.job}"
         eager = measured.setting.replace(compile=False)
-        (trace,) = traced_all(job, [eager], DEVICE, overrides=case.overrides, clip=case.clip)
+        (trace,) = trace_settings(job, [eager], DEVICE, overrides=case.overrides, clip=case.clip)
         yield guess(
             case.id,
             measured.setting,
@@ -85,7 +87,7 @@ def of_plans(key: str, measured: list[dict[str, object]], *, eager: bool = False
     known = [row for row in measured if "samples_per_s" in row and row["compile"] is not eager]
     settings = [plan_quality.setting_of(job, row) for row in known]
     alone = [s.replace(compile=False, accumulation=1, global_batch=s.micro_batch) for s in settings]
-    traces = traced_all(plan_quality.name_of(job), alone, DEVICE, overrides=job["options"])
+    traces = trace_settings(plan_quality.name_of(job), alone, DEVICE, overrides=job["options"])
     for row, setting, trace in zip(known, settings, traces, strict=True):
         name = f"{key} {row['micro_batch']} {row['precision']} {row['recompute']}"
         seconds = job["batch"] / float(str(row["samples_per_s"]))

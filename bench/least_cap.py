@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.catalog.clusters import stated
-from trimtab.exams.run import cases, is_full_name
+from trimtab.catalog.clusters import parse_cluster
+from trimtab.exams.run import is_full_name, read_cases
 from trimtab.spec import Allocator
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ TRY_TIMEOUT_S = 300.0
 
 def case_named(name: str) -> Case:
     """The recorded case of that name."""
-    (found,) = cases(name)
+    (found,) = read_cases(name)
     return found
 
 
@@ -81,22 +81,22 @@ def request_of(case: Case) -> TraceRequest:
         job=case.job if is_full_name(case.job) else f"trimtab.exams.jobs:{case.job}",
         overrides=case.overrides,
         setting=setting,
-        device=stated(f"{setting.gpus}xH200").devices[0],
+        device=parse_cluster(f"{setting.gpus}xH200").devices[0],
         clip=case.clip,
     )
 
 
 def predict_least_cap(case: Case) -> dict[str, Any]:
     """The smallest limit by replay, with the peaks of a run without one."""
-    from trimtab.predict.capacity import least_capacity, run_within, training_steps
-    from trimtab.trace.tracer import traced
+    from trimtab.predict.capacity import find_least_capacity, replay_within, training_steps
+    from trimtab.trace.tracer import trace_setting
 
     request = request_of(case)
     expandable = request.setting.allocator is Allocator.EXPANDABLE
-    steps = training_steps(traced(request))
-    free = run_within(steps, None, expandable=expandable)
-    least = least_capacity(steps, expandable=expandable, by_fraction=True)
-    tight = run_within(steps, least, expandable=expandable, by_fraction=True)
+    steps = training_steps(trace_setting(request))
+    free = replay_within(steps, None, expandable=expandable)
+    least = find_least_capacity(steps, expandable=expandable, by_fraction=True)
+    tight = replay_within(steps, least, expandable=expandable, by_fraction=True)
     return {
         "case": case.id,
         "allocated_bytes": free.allocated_bytes,
@@ -251,15 +251,15 @@ def _steps(case: Case) -> str:
     import torch
 
     from trimtab.engine import step as steps
-    from trimtab.jobs.load import load
+    from trimtab.jobs.load import load_job
 
     request = request_of(case)
     try:
-        job = load(request.job, request.overrides)
-        state = steps.prepare(job, request.setting, values=request.setting.gpus == 1)
+        job = load_job(request.job, request.overrides)
+        state = steps.prepare_job(job, request.setting, values=request.setting.gpus == 1)
         batch = steps.make_batch(job, request.setting, "cuda")
         for _ in range(STEPS):
-            steps.step(state, [batch], clip=request.clip)
+            steps.run_step(state, [batch], clip=request.clip)
         torch.cuda.synchronize()
     except torch.OutOfMemoryError as error:
         return str(error).split("\n")[0]

@@ -262,7 +262,7 @@ def request_rows() -> str:
     rows = []
     for name, value in sorted(vars(requests).items()):
         if name.endswith("Request") and name != "CommandRequest":
-            fields = ", ".join(f"`{field}`" for field in requests.options_of(value))
+            fields = ", ".join(f"`{field}`" for field in requests.list_options(value))
             rows.append((f"`{name}`", first_line(value), fields))
     return table(("request", "is", "has"), rows)
 

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 import trimtab
-from trimtab.engine.recompute import recompute
+from trimtab.engine.recompute import enable_recompute
 from trimtab.jobs.naics.job import EncoderLayer
 from trimtab.spec import Recompute
 
@@ -131,7 +131,7 @@ class Bench:
     def ours(self, how: Recompute = Recompute.NONE) -> Any:
         """The job's model, as trimtab trains it."""
         model = self.model()
-        recompute(model, how)
+        enable_recompute(model, how)
         return model
 
     def attention(self) -> None:

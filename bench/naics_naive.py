@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.jobs.naics.job import CHANNELS, FURTHEST, NEAREST, PADDING
 
 if TYPE_CHECKING:
-    from trimtab.jobs.naics.job import Adapted, EncoderLayer, Naics, NaicsModel, TextEncoder
+    from trimtab.jobs.naics.job import AdaptedLinear, EncoderLayer, Naics, NaicsModel, TextEncoder
 
 
 class Lora(nn.Module):
     """A frozen linear layer, and an adapter beside it."""
 
-    def __init__(self, whole: Adapted, layer: int, dropout: float) -> None:
+    def __init__(self, whole: AdaptedLinear, layer: int, dropout: float) -> None:
         super().__init__()
         wide_out, rank = whole.up.shape[1:]
         wide_in = whole.weight.shape[1]

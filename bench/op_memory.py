@@ -46,12 +46,12 @@ def _job_of(name: str) -> tuple[str, dict[str, Any], Setting, float | None]:
     """Job, options, setting and clip of a case."""
     from bench.gpu_queue import queue
 
-    from trimtab.exams.run import cases
+    from trimtab.exams.run import read_cases
 
     for case in queue():
         if case.id == name:
             return case.job_name, case.options, case.setting, None
-    found = next(case for case in cases() if case.id == name)
+    found = next(case for case in read_cases() if case.id == name)
     return found.measurement.job, found.overrides, found.measurement.setting, found.clip
 
 
@@ -61,19 +61,19 @@ def record_job(name: str, file: Path) -> None:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from trimtab.engine import step as steps
-    from trimtab.jobs.load import load
+    from trimtab.jobs.load import load_job
 
     named, options, setting, clip = _job_of(name)
-    job = load(named, options)
+    job = load_job(named, options)
     torch.zeros(1, device="cuda")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
         with record_function("mark build"):
-            state = steps.prepare(job, setting)
+            state = steps.prepare_job(job, setting)
         with record_function("mark batch"):
             batch = steps.make_batch(job, setting, "cuda")
         for number in range(STEPS):
             with record_function(f"mark step{number}"):
-                steps.step(state, [batch], clip=clip)
+                steps.run_step(state, [batch], clip=clip)
                 torch.cuda.synchronize()
     made = {
         "job": name,

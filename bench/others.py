@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError
-from trimtab.exams.run import Case, cases
-from trimtab.jobs.load import load
+from trimtab.exams.run import Case, read_cases
+from trimtab.jobs.load import load_job
 from trimtab.spec import Noun, Recompute
 from trimtab.spec.precision import FLOAT32
 from trimtab.units import GIB
@@ -148,7 +148,7 @@ def guide_c(encoder: Encoder, samples: int, *, value_bytes: int = 2, recompute: 
 
 def job_of(case: Case) -> Any:
     """The job as the case was run."""
-    job = load(f"trimtab.exams.jobs:{case.job}")
+    job = load_job(f"trimtab.exams.jobs:{case.job}")
     for name, value in case.overrides.items():
         setattr(job, name, value)
     return job
@@ -334,7 +334,7 @@ def tables(rows: list[Row]) -> str:
 def answers(own: dict[str, float]) -> list[Row]:
     """Every recorded case."""
     found = []
-    for case in cases():
+    for case in read_cases():
         model = built(case)
         found.append(
             Row(

@@ -96,15 +96,15 @@ def measured(
 
     from trimtab.engine import step as steps
     from trimtab.errors import TrimtabError
-    from trimtab.jobs.load import load
+    from trimtab.jobs.load import load_job
 
     torch.compiler.reset()
     state = batches = None
     try:
         torch.manual_seed(0)
         setting = setting_of(mapping, candidate)
-        job = load(name_of(mapping), mapping["options"])
-        state = steps.prepare(job, setting)
+        job = load_job(name_of(mapping), mapping["options"])
+        state = steps.prepare_job(job, setting)
         batches = [steps.make_batch(job, setting, "cuda")] * setting.accumulation
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -112,7 +112,7 @@ def measured(
         for _ in range(warm + timed):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            steps.step(state, batches)
+            steps.run_step(state, batches)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
         return {
@@ -244,9 +244,9 @@ def by_lightning(mapping: dict[str, Any]) -> int:
     from lightning.pytorch.tuner import Tuner
     from torch.utils.data import DataLoader, Dataset
 
-    from trimtab.jobs.load import load
+    from trimtab.jobs.load import load_job
 
-    job = load(name_of(mapping), mapping["options"])
+    job = load_job(name_of(mapping), mapping["options"])
 
     class Repeated(Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:

@@ -23,7 +23,7 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "src")]
 
-from trimtab.engine.sync_norm import synchronise  # noqa: E402
+from trimtab.engine.sync_norm import synchronise_batch_norms  # noqa: E402
 
 SHARES = (24, 8, 0)
 CHANNELS, SIDE = 64, 14
@@ -78,12 +78,12 @@ def rank_of(rank: int, store: str) -> None:
         for parameter in layer.parameters():
             parameter.data = parameter.data.to(weights)
         expected = passed(plain, whole, gradient)
-        statistics = synchronise(layer)
+        statistics = synchronise_batch_norms(layer)
         begin = sum(SHARES[:rank])
         count = SHARES[rank]
         rows = slice(begin, begin + count) if count else slice(0, 2)
         if statistics is not None and not count:
-            statistics.counts = False
+            statistics.is_counted = False
         found = passed(layer, whole[rows], gradient[rows])
         line: dict[str, Any] = {
             "dtype": str(dtype),

@@ -15,7 +15,7 @@ from pathlib import Path
 from machine import machine  # type: ignore[import-not-found] # beside this file
 
 from trimtab.errors import TrimtabError
-from trimtab.exams.run import Case, cases, predict
+from trimtab.exams.run import Case, predict_case, read_cases
 from trimtab.predict.calibration import read_calibration
 
 PAGE = Path(__file__).parent.parent / "docs" / "time.md"
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- exam begins -->\n", "<!-- exam ends -->"
 def errors(case: Case) -> tuple[float, float] | None:
     """The error with everything that was measured, and with the menu alone."""
     try:
-        whole, menu = predict(case), predict(case, calibration=read_calibration("h200.json"))
+        whole, menu = predict_case(case), predict_case(case, calibration=read_calibration("h200.json"))
     except TrimtabError as error:
         print(f"{case.id}: {error}")
         return None
@@ -46,7 +46,7 @@ def main() -> None:
     """Predict every case and write the page."""
     print(machine())
     rows, whole, menu = [], [], []
-    for case in cases():
+    for case in read_cases():
         found = errors(case)
         if found is None:
             continue

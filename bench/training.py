@@ -27,7 +27,7 @@ from torch.nn import functional
 import trimtab
 from trimtab.jobs.slm import LanguageModel
 from trimtab.spec import Plan
-from trimtab.training.loading import checked_order
+from trimtab.training.loading import build_sample_order
 from trimtab.training.loop import train
 from trimtab.training.task import TrainTask
 
@@ -98,7 +98,7 @@ def by_hand(key: str, *, steps: int = WARM + TIMED, usual: bool = False) -> dict
     compiled = torch.compile(model) if choice.compile else model
     samples = job.dataset()
     # The samples that trimtab takes, in its order: the losses of both are of the same things.
-    order = checked_order(samples, choice.global_batch, 0)
+    order = build_sample_order(samples, choice.global_batch, 0)
     loader = torch.utils.data.DataLoader(
         samples,
         batch_sampler=[order.batch(step).indices.tolist() for step in range(steps)],

@@ -799,7 +799,7 @@ def trace_entry(entry: Entry) -> Line:
     from trimtab.api.detecting import cluster
     from trimtab.api.estimating import first_device
     from trimtab.errors import TrimtabError
-    from trimtab.predict.estimate import estimate
+    from trimtab.predict.estimate import estimate_trace
     from trimtab.spec import Precision, Setting, Trace
     from trimtab.trace import worker
     from trimtab.trace.request import TraceRequests
@@ -815,11 +815,13 @@ def trace_entry(entry: Entry) -> Line:
         job=f"{entry.place}:{entry.name}", settings=(setting,), device=device, timeout_s=TIMEOUT_S
     )
     try:
-        answer = decode_answer(worker._answers(worker.ready(requests), requests, worker.Sure()))  # noqa: SLF001
+        answer = decode_answer(
+            worker._answer_requests(worker.prepare_job(requests), requests, worker.JobChecks())
+        )  # noqa: SLF001
         if isinstance(answer, TrimtabError):
             raise answer
         trace = Trace.from_builtins(answer["trace"])
-        found, _ = estimate(trace, setting, device, cluster=where)
+        found, _ = estimate_trace(trace, setting, device, cluster=where)
         line.answered = True
         line.allocated_bytes, line.reserved_bytes = found.allocated_bytes, found.reserved_bytes
         line.step_s, line.mfu = found.step_s or 0.0, found.mfu or 0.0

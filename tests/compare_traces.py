@@ -40,7 +40,7 @@ from trimtab.predict.allocator import (
     Event,
     ReplayPeaks,
     round_size,
-    splits,
+    should_split,
 )
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class RealHeap:
             end = start + size
         else:
             del self._starts[end]
-        stop = start + size if splits(end - start - size, size, self.config) else end
+        stop = start + size if should_split(end - start - size, size, self.config) else end
         if stop < end:
             self._free[stop] = end
             self._starts[end] = stop

@@ -11,9 +11,9 @@ from trimtab.spec import (
     Footprint,
     Mesh,
     OptimizerImplementation,
-    Place,
     Plan,
     Precision,
+    RankPlacement,
     Recompute,
     Setting,
     Strategy,
@@ -32,7 +32,7 @@ ESTIMATE = Estimate(
 def plan(setting: Setting, nodes: int = 1, *, seq: int | None = None, job: str = "job.py:Mine") -> Plan:
     """A plan for that many nodes, of a job with samples of `seq` tokens."""
     places = tuple(
-        Place(node=index * nodes // setting.gpus, node_name="n", device=index, name="T4")
+        RankPlacement(node=index * nodes // setting.gpus, node_name="n", device=index, name="T4")
         for index in range(setting.gpus)
     )
     workload = Workload(name="mine", global_batch=setting.global_batch, seq=seq, sample_length=seq)

@@ -7,7 +7,7 @@ from typing import Any
 from trimtab.launching.job_spec import JobSpec
 from trimtab.launching.resources import compute_resources
 from trimtab.launching.slurm import SlurmCluster, parse_cluster
-from trimtab.spec import Band, Estimate, Footprint, Mesh, Place, Plan, Precision, Setting, Strategy
+from trimtab.spec import Band, Estimate, Footprint, Mesh, Plan, Precision, RankPlacement, Setting, Strategy
 
 H100 = "H100 SXM5 80GB"
 GIB = 2**30
@@ -63,7 +63,7 @@ def plan(  # noqa: PLR0917 - a plan has many parts
             hours=hours,
         ),
         places=tuple(
-            Place(node=node, node_name=f"node{node}", device=index, name=device)
+            RankPlacement(node=node, node_name=f"node{node}", device=index, name=device)
             for node in range(nodes)
             for index in range(gpus)
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import machines as m
-from trimtab.probe.machine import Machine, replayed
+from trimtab.probe.machine import Machine, replay_machine
 
 
 def at_work(record: dict[str, Any], index: int = 0, **readings: Any) -> dict[str, Any]:
@@ -44,4 +44,4 @@ def world(
     record = m.machine(gpus, host=names)
     for index, reading in enumerate(readings):
         record = at_work(record, index, **reading)
-    return replayed(record)
+    return replay_machine(record)

@@ -108,7 +108,7 @@ class Law:
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         if self.fails or (self.fails_compiled and setting.compile):
-            raise JobFailed("loss()", found="it raised", cure="Mend it.")
+            raise JobFailed("loss()", found="it raised", cure="Fix it.")
         if self.fails_with(setting):
             raise JobFailed("loss()", found=self.cause(setting), cure="Change it.")
         self.asked.append(setting)

@@ -11,15 +11,15 @@ from trimtab.spec import (
     Candidate,
     Comparison,
     Estimate,
+    EstimatedSetting,
     Footprint,
     Incident,
     IncidentKind,
-    Look,
     Mesh,
     MfuReference,
-    Place,
     Plan,
     Policy,
+    RankPlacement,
     Reason,
     Rejection,
     Setting,
@@ -90,8 +90,12 @@ def plan(job: str = "job.py:Job", *, words: str = "Use 1 GPU of 4.") -> Plan:
         reasons=(Reason(subject="micro_batch", value="8", why=words),),
         runners_up=tuple(Candidate(setting=one, estimate=two, why=words) for one, two in others),
         looked_at=(
-            Look(setting=choice, process_bytes=20 * GIB, high_bytes=21 * GIB, samples_per_s=64.0, fits=True),
-            Look(setting=large, process_bytes=50 * GIB, high_bytes=52 * GIB, samples_per_s=70.0, fits=False),
+            EstimatedSetting(
+                setting=choice, process_bytes=20 * GIB, high_bytes=21 * GIB, samples_per_s=64.0, fits=True
+            ),
+            EstimatedSetting(
+                setting=large, process_bytes=50 * GIB, high_bytes=52 * GIB, samples_per_s=70.0, fits=False
+            ),
         ),
         rejected=(Rejection(why=words, count=12),),
         comparison=(
@@ -106,7 +110,7 @@ def plan(job: str = "job.py:Job", *, words: str = "Use 1 GPU of 4.") -> Plan:
             Comparison(gpus=4, why=words),
         ),
         what_if=(WhatIf(change=words, gpus=1, setting=choice, estimate=found, meets_deadline=True),),
-        places=(Place(node=0, node_name="here", device=0, name="A100 40GB"),),
+        places=(RankPlacement(node=0, node_name="here", device=0, name="A100 40GB"),),
         workload=Workload(name=job, global_batch=32, samples=320_000),
         left_out=(words,),
         recommendation=words,

@@ -199,7 +199,7 @@ def test_a_third_trace_off_the_line_forbids_the_line() -> None:
 
 
 def test_what_fails_at_every_size_is_not_tried_again() -> None:
-    error = JobFailed("model()", found="no", cure="Mend it.")
+    error = JobFailed("model()", found="no", cure="Fix it.")
     assert interpolate_family({4: error, 8: error}, 6) is error
     assert interpolate_family({4: error, 8: trace(8), 16: trace(16)}, 4) is error
 

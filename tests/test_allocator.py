@@ -31,7 +31,7 @@ from trimtab.predict.allocator import (
     replay,
     round_size,
     segment_size,
-    splits,
+    should_split,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def test_large_segment_size_replaces_the_20_mib() -> None:
     ],
 )
 def test_should_split(remaining: int, size: int, config: AllocatorConfig, cut: bool) -> None:
-    assert splits(remaining, size, config) is cut
+    assert should_split(remaining, size, config) is cut
 
 
 def test_should_split_leaves_up_to_1_mib_with_a_large_block_and_counts_it_as_allocated() -> None:
@@ -692,7 +692,7 @@ def test_windows_together_have_the_whole_peak(events: list[Event], config: Alloc
 
 
 class Slow:
-    """The same rules without lists of free blocks: gaps are looked for anew each time.
+    """The same rules without lists of free blocks: gaps are searched again each time.
 
     Left out: max_split_size, garbage collection and the limit.
     """

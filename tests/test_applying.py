@@ -20,8 +20,8 @@ from trimtab.configs.files import write_files
 from trimtab.configs.show import Display, build_display, find_job
 from trimtab.configs.targets import builtin_targets, find_target
 from trimtab.errors import NothingFits, UnknownName, WrongUse
-from trimtab.planner.validity import devices_of
-from trimtab.spec import Band, Footprint, Place, Precision, Recompute, Setting
+from trimtab.planner.validity import rebuild_cluster
+from trimtab.spec import Band, Footprint, Precision, RankPlacement, Recompute, Setting
 from trimtab.units import GIB
 
 if TYPE_CHECKING:
@@ -203,11 +203,11 @@ def test_hidden_folders_and_backups_are_not_looked_at(conf: Path) -> None:
 def test_a_plan_knows_its_devices_by_the_names_it_shows(nodes: int, each: int) -> None:
     name = "Quadro RTX 6000 24GB (Turing)"
     places = tuple(
-        Place(node=node, node_name=f"node{node}", device=device, name=name)
+        RankPlacement(node=node, node_name=f"node{node}", device=device, name=name)
         for node in range(nodes)
         for device in range(each)
     )
-    found = devices_of(MAIN.replace(places=places))
+    found = rebuild_cluster(MAIN.replace(places=places))
     assert [len(node.devices) for node in found.nodes] == [each] * nodes
     assert {device.model for device in found.devices} == {name}
 

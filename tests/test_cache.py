@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from trimtab import cache
-from trimtab.cache import PLANS, TRACES, CacheKind, MemoryCache, code_fingerprint, fingerprint, key_of
-from trimtab.catalog.clusters import stated
+from trimtab.cache import PLANS, TRACES, CacheKind, MemoryCache, code_fingerprint, fingerprint, make_key
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.planner import estimator
 from trimtab.planner.plan import NOT_ESTIMATING
 from trimtab.predict import step_time
@@ -41,13 +41,13 @@ def wider(**changes: Any) -> WiderSetting:
 
 
 def request(setting: Setting, **changes: Any) -> TraceRequest:
-    return TraceRequest(job="slm:tiny", setting=setting, device=stated("H100").devices[0], **changes)
+    return TraceRequest(job="slm:tiny", setting=setting, device=parse_cluster("H100").devices[0], **changes)
 
 
 KEYS = {
     "trace": lambda setting: trace_key(request(setting)),
     "estimate": estimator.setting_key,
-    "fusion": lambda setting: key_of(setting, step_time.NOT_FUSED),
+    "fusion": lambda setting: make_key(setting, step_time.NOT_FUSED),
 }
 
 
@@ -110,7 +110,7 @@ def test_a_trace_key_changes_with_the_request_and_the_code_of_the_job(tmp_path: 
         trace_key(asked),
         trace_key(asked.replace(clip=1.0)),
         trace_key(asked.replace(overrides={"seq": 8})),
-        trace_key(asked.replace(device=stated("T4").devices[0])),
+        trace_key(asked.replace(device=parse_cluster("T4").devices[0])),
     ]
     (tmp_path / "parts.py").write_text("WIDTH = 1\n", encoding="utf-8")
     keys.append(trace_key(asked))
@@ -120,7 +120,7 @@ def test_a_trace_key_changes_with_the_request_and_the_code_of_the_job(tmp_path: 
 
 def test_a_field_that_does_not_exist_cannot_be_left_out() -> None:
     with pytest.raises(ValueError, match="Setting has no field worker"):
-        key_of(SETTING, frozenset({"worker"}))
+        make_key(SETTING, frozenset({"worker"}))
     assert set(Link.__struct_fields__) >= estimator.LINK_WITHIN_UNUSED
 
 

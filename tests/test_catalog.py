@@ -6,7 +6,7 @@ import pytest
 
 from trimtab.catalog import clusters, tables
 from trimtab.catalog import devices as devices_module
-from trimtab.catalog.devices import plain_name, reported, typed
+from trimtab.catalog.devices import find_reported_device, find_typed_device, plain_name
 from trimtab.catalog.tables import DeviceRow, devices
 from trimtab.errors import UnknownName, WrongUse
 from trimtab.spec import Peaks
@@ -51,7 +51,7 @@ def test_no_name_means_two_devices() -> None:
     assert {name: rows for name, rows in owners.items() if len(rows) > 1} == {}
     for row in devices():
         for driver in row.drivers:
-            assert typed(driver)[0] is row
+            assert find_typed_device(driver)[0] is row
 
 
 @pytest.mark.parametrize("row", [row for row in devices() if "A" in row.verification], ids=lambda r: r.name)
@@ -81,7 +81,7 @@ def test_multiprocessors_times_clock_times_rate_gives_the_peak(row: DeviceRow) -
     ],
 )
 def test_a_device_is_found_by_what_its_driver_reports(name: str, row: str) -> None:
-    assert reported(name) is ROWS[row]
+    assert find_reported_device(name) is ROWS[row]
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,15 @@ def test_a_device_is_found_by_what_its_driver_reports(name: str, row: str) -> No
     ],
 )
 def test_a_device_is_found_by_what_people_type(name: str, row: str) -> None:
-    assert typed(name)[0] is ROWS[row]
+    assert find_typed_device(name)[0] is ROWS[row]
 
 
 def test_rtx_6000_is_the_turing_card_and_that_is_said() -> None:
-    row, note = typed("RTX 6000")
+    row, note = find_typed_device("RTX 6000")
     assert row.bf16 is None
     assert "Turing" in note
     assert "RTX 6000 Ada" in note
-    assert typed("Quadro RTX 6000") == (row, "")
+    assert find_typed_device("Quadro RTX 6000") == (row, "")
 
 
 # The traps, each found in a live system.
@@ -136,9 +136,9 @@ def test_rtx_6000_is_the_turing_card_and_that_is_said() -> None:
     ],
 )
 def test_trap_a_name_within_a_name_is_another_device(short: str, longer: str) -> None:
-    assert reported(short) is not None
-    assert reported(longer) is not None
-    assert reported(short) is not reported(longer)
+    assert find_reported_device(short) is not None
+    assert find_reported_device(longer) is not None
+    assert find_reported_device(short) is not find_reported_device(longer)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_trap_a_name_within_a_name_is_another_device(short: str, longer: str) ->
     ],
 )
 def test_trap_a_device_nobody_described_is_unknown_not_a_neighbour(name: str) -> None:
-    assert reported(name) is None
+    assert find_reported_device(name) is None
 
 
 @pytest.mark.parametrize(
@@ -194,14 +194,14 @@ def test_trap_every_geforce_in_the_catalogue_is_half_rate() -> None:
 
 
 def test_trap_an_mi250x_is_counted_per_gcd() -> None:
-    row, note = typed("MI250X")
+    row, note = find_typed_device("MI250X")
     assert (row.fp16, row.memory_gb) == (191.5, 64)
     assert "one GCD" in note
 
 
 @pytest.mark.parametrize("name", ["T4", "V100-32GB", "RTX 6000", "2080 Ti"])
 def test_trap_bf16_is_only_emulated_on_volta_and_turing(name: str) -> None:
-    row, _ = typed(name)
+    row, _ = find_typed_device(name)
     assert (row.bf16, row.tf32, row.fp8) == (None, None, None)
     assert devices_module.has_bf16(row.compute_capability) is False
 
@@ -222,13 +222,13 @@ def test_trap_usable_memory_is_below_the_label(row: DeviceRow) -> None:
     [("T4", 14.75), ("L40S", 44.39), ("4090", 23.52), ("5090", 31.36), ("A100-80GB", 79.25), ("H200", 139.8)],
 )
 def test_trap_usable_memory_is_what_was_read_on_such_a_card(name: str, gib: float) -> None:
-    assert typed(name)[0].usable_bytes / 2**30 == pytest.approx(gib, abs=0.01)
+    assert find_typed_device(name)[0].usable_bytes / 2**30 == pytest.approx(gib, abs=0.01)
 
 
 def test_trap_the_clock_a_driver_reports_is_not_the_specified_one() -> None:
     row = ROWS["H100 SXM5 80GB"]
     assert row.clock_ghz == 1.83
-    too_high = devices_module.derived_peaks("NVIDIA H100", "9.0", 132, 1.98e9)
+    too_high = devices_module.derive_peaks("NVIDIA H100", "9.0", 132, 1.98e9)
     assert too_high is not None
     assert too_high.bf16
     assert too_high.bf16 / 1e12 == pytest.approx(1070, rel=0.01)
@@ -254,31 +254,31 @@ def test_trap_links_are_counted_one_way() -> None:
 )
 def test_an_unknown_name_lists_the_nearest(name: str, close: str) -> None:
     with pytest.raises(UnknownName) as caught:
-        typed(name)
+        find_typed_device(name)
     assert close in caught.value.found
     assert "--list" in caught.value.cure
 
 
 def test_a_name_like_nothing_known_lists_nothing() -> None:
     with pytest.raises(UnknownName, match="no device is called 'banana'") as caught:
-        typed("banana")
+        find_typed_device("banana")
     assert "nearest" not in caught.value.found
 
 
 @pytest.mark.parametrize(("name", "choice"), [("A100", "A100-40GB"), ("v100", "V100-16GB")])
 def test_a_name_that_leaves_the_memory_open_is_not_guessed(name: str, choice: str) -> None:
     with pytest.raises(WrongUse, match="comes in 2 sizes") as caught:
-        typed(name)
+        find_typed_device(name)
     assert choice in caught.value.found
 
 
 def test_a_device_of_an_unknown_generation_has_no_derived_peak() -> None:
-    assert devices_module.derived_peaks("NVIDIA X", "13.0", 100, 2e9) is None
+    assert devices_module.derive_peaks("NVIDIA X", "13.0", 100, 2e9) is None
 
 
 def test_a_derived_geforce_has_half_the_rate_and_no_bf16_before_ampere() -> None:
-    full = devices_module.derived_peaks("NVIDIA RTX 5000", "7.5", 48, 1.8e9)
-    half = devices_module.derived_peaks("NVIDIA GeForce RTX 2070", "7.5", 48, 1.8e9)
+    full = devices_module.derive_peaks("NVIDIA RTX 5000", "7.5", 48, 1.8e9)
+    half = devices_module.derive_peaks("NVIDIA GeForce RTX 2070", "7.5", 48, 1.8e9)
     assert full is not None
     assert half is not None
     assert full.fp16 == 2 * (half.fp16 or 0)
@@ -287,7 +287,7 @@ def test_a_derived_geforce_has_half_the_rate_and_no_bf16_before_ampere() -> None
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1660 Ti", "NVIDIA T1000", "NVIDIA GeForce MX450"])
 def test_turing_without_tensor_cores_gets_no_tensor_peaks(name: str) -> None:
-    assert devices_module.derived_peaks(name, "7.5", 24, 1.77e9) == Peaks(fp32=24 * 1.77e9 * 128)
+    assert devices_module.derive_peaks(name, "7.5", 24, 1.77e9) == Peaks(fp32=24 * 1.77e9 * 128)
 
 
 @pytest.mark.parametrize("module", [clusters, devices_module, tables])
@@ -297,4 +297,4 @@ def test_the_examples_in_the_docstrings_hold(module: object) -> None:
 
 @pytest.mark.parametrize("row", devices(), ids=lambda row: row.name)
 def test_the_name_that_plans_and_tables_show_can_be_typed(row: DeviceRow) -> None:
-    assert typed(row.name)[0] is row
+    assert find_typed_device(row.name)[0] is row

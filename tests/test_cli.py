@@ -21,7 +21,7 @@ import trimtab
 from trimtab import api, render
 from trimtab.cli.main import COMMANDS, load_command
 from trimtab.probe.detect import detect
-from trimtab.probe.machine import replayed
+from trimtab.probe.machine import replay_machine
 from trimtab.spec import Cluster, Node
 
 Done = subprocess.CompletedProcess[str]
@@ -260,7 +260,7 @@ def test_explain_alone_lists_every_word() -> None:
 def test_a_recording_can_be_looked_at_again(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     done = trimtab_cli("detect", "--json", "--record", str(file))
-    again = detect(replayed(json.loads(file.read_text(encoding="utf-8"))))
+    again = detect(replay_machine(json.loads(file.read_text(encoding="utf-8"))))
     assert Cluster.from_json(done.stdout) == again
 
 
@@ -330,7 +330,7 @@ def test_the_public_names_are_exactly_the_listed_ones() -> None:
 def shown(record: dict[str, Any], width: int = 80) -> str:
     file = io.StringIO()
     console = Console(file=file, width=width)
-    console.print(render.cluster(detect(replayed(record)), heading="This machine"))
+    console.print(render.render_cluster(detect(replay_machine(record)), heading="This machine"))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -338,7 +338,7 @@ def shown(record: dict[str, Any], width: int = 80) -> str:
 def test_every_machine_is_readable_at_80_columns(name: str) -> None:
     text = shown(m.MACHINES[name]())
     assert max(len(line) for line in text.splitlines()) <= 80
-    found = detect(replayed(m.MACHINES[name]()))
+    found = detect(replay_machine(m.MACHINES[name]()))
     for device in found.devices:
         assert device.name.split()[-1] in text
 
@@ -360,7 +360,7 @@ def test_a_narrow_terminal_loses_columns_but_no_letters(name: str, width: int) -
     text = shown(m.MACHINES[name](), width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "\u2026" not in text
-    found = detect(replayed(m.MACHINES[name]()))
+    found = detect(replay_machine(m.MACHINES[name]()))
     for device in found.devices:
         assert all(word in text for word in device.name.split())
         assert f"{device.memory_bytes / 2**30:.1f}" in text

@@ -12,7 +12,7 @@ from test_cli import trimtab_cli
 from trimtab.catalog.tables import bad_versions
 from trimtab.diagnosis.findings import Diagnosis
 from trimtab.diagnosis.machine import ALLOCATOR_KEYS, examine_machine
-from trimtab.probe.machine import recorded, replayed, this_machine
+from trimtab.probe.machine import record_machine, replay_machine, this_machine
 from trimtab.units import GIB, MIB
 
 SYNCED = {"timedatectl show --property=NTPSynchronized --value": "yes\n"}
@@ -40,7 +40,7 @@ def look(
         **{"run": SYNCED} | changes,
     )
     record["nvml"] |= {question: {"answer": answer} for question, answer in (nvml or {}).items()}
-    return examine_machine(replayed(record))
+    return examine_machine(replay_machine(record))
 
 
 def told(found: Diagnosis) -> list[tuple[str, str]]:
@@ -220,18 +220,18 @@ def test_a_broken_setting_of_the_allocator_is_one_sentence_and_no_error_of_ours(
 
 
 def test_the_recorded_h200_has_only_what_its_record_can_tell() -> None:
-    found = examine_machine(replayed(m.recorded("h200")))
+    found = examine_machine(replay_machine(m.recorded("h200")))
     assert told(found) == []
 
 
 def test_a_machine_that_answers_nothing_is_no_error() -> None:
-    assert isinstance(examine_machine(replayed({})), Diagnosis)
+    assert isinstance(examine_machine(replay_machine({})), Diagnosis)
 
 
 def test_this_machine_can_be_recorded_and_looked_at_again() -> None:
-    world, notes = recorded(this_machine())
+    world, notes = record_machine(this_machine())
     live = examine_machine(world)
-    again = examine_machine(replayed(json.loads(json.dumps(notes))))
+    again = examine_machine(replay_machine(json.loads(json.dumps(notes))))
     assert told(again) == told(live)
 
 

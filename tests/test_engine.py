@@ -11,16 +11,16 @@ from torch import nn
 
 import trimtab
 from shared_jobs import shared_job
-from trimtab.catalog.clusters import stated
-from trimtab.engine.build import Entries, entries_of, repeated_blocks, shard_units
-from trimtab.engine.fsdp import place, shard_placement
-from trimtab.engine.gradients import OwnGradients
-from trimtab.engine.step import prepare, step
-from trimtab.predict.derive import bucket_sizes, with_buckets
-from trimtab.predict.memory import memory
+from trimtab.catalog.clusters import parse_cluster
+from trimtab.engine.build import EntryPoints, find_entries, find_repeated_blocks, find_shard_units
+from trimtab.engine.fsdp import choose_shard_placement, move_module
+from trimtab.engine.gradients import LocalGradients
+from trimtab.engine.step import prepare_job, run_step
+from trimtab.predict.derive import add_buckets, bucket_sizes
+from trimtab.predict.memory import estimate_memory
 from trimtab.predict.step_time import gradient_bytes
 from trimtab.spec import Mesh, Precision, Setting, Strategy
-from trimtab.trace.tracer import traced_all
+from trimtab.trace.tracer import trace_settings
 from worlds import together, world_of
 
 MIB = 2**20
@@ -153,8 +153,8 @@ def loaded(file: str, name: str) -> Any:
 
 def test_lists_of_lists_are_no_blocks_and_their_modules_are_units(job: str) -> None:
     model = loaded(job, "Nested").model()
-    assert repeated_blocks(model) == []
-    units = shard_units(model)
+    assert find_repeated_blocks(model) == []
+    units = find_shard_units(model)
     assert len(units) == 9
     assert not any(isinstance(unit, nn.ModuleList) for unit in units)
 
@@ -164,15 +164,15 @@ def test_inner_lists_of_one_class_are_the_repeated_blocks() -> None:
         return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
     model = nn.ModuleList([nn.ModuleList([block(), block()]), nn.ModuleList([block(), block()])])
-    assert [name for name, _ in repeated_blocks(model)] == ["0", "1"]
-    assert len(shard_units(model)) == 4
+    assert [name for name, _ in find_repeated_blocks(model)] == ["0", "1"]
+    assert len(find_shard_units(model)) == 4
 
 
 def test_a_loss_that_calls_methods_or_parts_of_a_model_says_so(job: str) -> None:
     plain, method, parts = (loaded(job, name) for name in ("Job", "ByMethod", "ByParts"))
-    assert entries_of(plain, plain.model()) == Entries()
-    assert entries_of(method, method.model()).methods == ("encode",)
-    assert entries_of(parts, parts.model()).children == ("head", "table")
+    assert find_entries(plain, plain.model()) == EntryPoints()
+    assert find_entries(method, method.model()).methods == ("encode",)
+    assert find_entries(parts, parts.model()).children == ("head", "table")
 
 
 def test_a_tensor_with_two_names_stays_one_tensor_when_it_is_placed(job: str) -> None:
@@ -180,7 +180,7 @@ def test_a_tensor_with_two_names_stays_one_tensor_when_it_is_placed(job: str) ->
     with torch.device("meta"):
         empty = loaded(job, "Job").model()
     filled: list[torch.Tensor] = []
-    place(empty, "cpu", {}, filled.append)
+    move_module(empty, "cpu", {}, filled.append)
     assert empty.head.weight is empty.table.weight
     assert not any(parameter.is_meta for parameter in empty.parameters())
     assert len(filled) == len(list(model.parameters()))
@@ -196,9 +196,9 @@ def test_a_step_is_the_same_over_one_micro_batch_or_several(job: str) -> None:
         setting = Setting(
             micro_batch=8 // count, global_batch=8, accumulation=count, precision=Precision.FP32
         )
-        state = prepare(mine, setting, "cpu")
-        assert isinstance(state.gradients, OwnGradients)
-        step(state, batch.chunk(count), clip=1.0)
+        state = prepare_job(mine, setting, "cpu")
+        assert isinstance(state.gradients, LocalGradients)
+        run_step(state, batch.chunk(count), clip=1.0)
         ends.append(torch.cat([parameter.detach().flatten() for parameter in state.parameters]))
     assert torch.allclose(ends[0], ends[1], atol=1e-6)
 
@@ -233,7 +233,7 @@ def test_models_that_are_entered_elsewhere_are_sharded_too(job: str, name: str) 
 def test_a_parameter_is_sharded_along_a_dimension_that_reaches_all_ranks(
     shape: tuple[int, ...], shards: int, dim: int | None
 ) -> None:
-    found = shard_placement(torch.Size(shape), shards)
+    found = choose_shard_placement(torch.Size(shape), shards)
     assert (None if found is None else found.dim) == dim
 
 
@@ -273,9 +273,9 @@ def train_stacked(rank: int, size: int, store: str) -> tuple[list[torch.Tensor],
         strategy=Strategy.FSDP if size > 1 else Strategy.SINGLE, mesh=Mesh(dp_shard=size),
     )  # fmt: skip
     with world_of(size, rank, Path(store)):
-        state = prepare(mine, setting, "cpu")
+        state = prepare_job(mine, setting, "cpu")
         for _ in range(2):
-            step(state, [mine.batch(4).chunk(size)[rank]], clip=None)
+            run_step(state, [mine.batch(4).chunk(size)[rank]], clip=None)
         shards = [getattr(parameter, "_local_tensor", parameter).numel() for parameter in state.parameters]
         whole = [
             parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
@@ -312,9 +312,9 @@ def train_normed(rank: int, size: int, store: str) -> dict[str, torch.Tensor]:
         strategy=Strategy.FSDP, mesh=Mesh(dp_shard=size),
     )  # fmt: skip
     with world_of(size, rank, Path(store)):
-        state = prepare(mine, setting, "cpu")
+        state = prepare_job(mine, setting, "cpu")
         for _ in range(2):
-            step(state, [mine.batch(4).chunk(size)[rank]], clip=None)
+            run_step(state, [mine.batch(4).chunk(size)[rank]], clip=None)
         held = state.model.state_dict().items()
         return {name: getattr(one, "full_tensor", lambda one=one: one)().clone() for name, one in held}
 
@@ -330,18 +330,18 @@ def test_batch_norm_trains_under_fsdp_in_half_precision(tmp_path: Path) -> None:
 
 
 def test_replicas_derived_from_one_device_hold_what_traced_replicas_hold(job: str) -> None:
-    cluster = stated("2xH100")
+    cluster = parse_cluster("2xH100")
     single = Setting(micro_batch=4, global_batch=4, precision=Precision.BF16)
     double = single.replace(strategy=Strategy.DDP, mesh=Mesh(dp_replicate=2), global_batch=8)
-    one, two = traced_all(f"{job}:Job", [single, double], cluster.devices[0])
+    one, two = trace_settings(f"{job}:Job", [single, double], cluster.devices[0])
     assert not isinstance(one, Exception)
     assert not isinstance(two, Exception)
-    derived, traced = memory(with_buckets(one, gradient_bytes(one, double))), memory(two)
+    derived, traced = estimate_memory(add_buckets(one, gradient_bytes(one, double))), estimate_memory(two)
     assert derived.allocated_bytes == pytest.approx(traced.allocated_bytes, rel=0.001)
     assert derived.reserved_bytes == pytest.approx(traced.reserved_bytes, rel=0.02)
     assert derived.parts.gradients == pytest.approx(traced.parts.gradients, rel=0.001)
     # The gradients are there once: what a device alone holds at its peak, and at most the buckets more.
-    assert traced.allocated_bytes < memory(one).allocated_bytes + gradient_bytes(one, double)
+    assert traced.allocated_bytes < estimate_memory(one).allocated_bytes + gradient_bytes(one, double)
 
 
 def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
@@ -352,7 +352,7 @@ def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
 def test_no_gain_is_promised_where_nothing_is_compiled_or_the_compiler_fails(job: str) -> None:
     def why(name: str) -> str:
         setting = Setting(micro_batch=2, global_batch=2, precision=Precision.BF16)
-        (found,) = traced_all(f"{job}:{name}", [setting], stated("H100").devices[0])
+        (found,) = trace_settings(f"{job}:{name}", [setting], parse_cluster("H100").devices[0])
         assert not isinstance(found, Exception)
         return found.no_compile_gain
 

@@ -14,7 +14,7 @@ from trimtab.errors import (
     TrimtabError,
     UnknownName,
     WrongUse,
-    nearest,
+    find_nearest,
 )
 
 CODES = {
@@ -59,5 +59,5 @@ def test_wrong_use_can_be_caught_as_a_value_error() -> None:
 
 
 def test_nearest_names_come_best_first_in_their_own_spelling() -> None:
-    assert nearest("h10", ["H100", "A10", "T4"])[0] == "H100"
-    assert nearest("banana", ["H100", "A10"]) == []
+    assert find_nearest("h10", ["H100", "A10", "T4"])[0] == "H100"
+    assert find_nearest("banana", ["H100", "A10"]) == []

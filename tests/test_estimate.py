@@ -13,8 +13,8 @@ from shared_jobs import shared_job
 from test_cli import trimtab_cli
 from trimtab.api import make_request, make_setting
 from trimtab.errors import JobFailed, UnknownName, WrongUse
-from trimtab.exams.measure import Measured, case_of
-from trimtab.exams.run import cases, keep, predict, sit
+from trimtab.exams.measure import StepMeasurement, make_case
+from trimtab.exams.run import append_case, predict_case, read_cases, run_exam
 from trimtab.predict.allocator import AllocatorConfig
 from trimtab.spec import PARTS
 
@@ -346,8 +346,8 @@ FEW = ["gpt-bf16-b16", "llama4-bf16true-b4", "lstm-bf16-b64", "fsdp16-gpt-fp32-b
 
 @pytest.mark.parametrize("name", FEW)
 def test_recorded_cases_are_predicted_within_two_percent(name: str) -> None:
-    (case,) = cases(name)
-    found = predict(case)
+    (case,) = read_cases(name)
+    found = predict_case(case)
     assert found.allocated_bytes == pytest.approx(case.measurement.allocated_bytes, rel=0.02)
     assert found.reserved_bytes == pytest.approx(case.measurement.reserved_bytes, rel=0.02)
     assert found.process_bytes == pytest.approx(case.measurement.process_bytes, rel=0.02)
@@ -356,7 +356,7 @@ def test_recorded_cases_are_predicted_within_two_percent(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("exam")
 def test_the_whole_exam_does_not_get_worse() -> None:
-    marks = sit()
+    marks = run_exam()
     assert [case.case for case in marks.cases if case.failed] == []
     assert marks.median["allocated_bytes"] <= 0.001
     assert marks.median["reserved_bytes"] <= 0.005
@@ -373,7 +373,7 @@ def test_a_profiled_run_is_kept_as_a_case_and_sat_again(tmp_path: Path) -> None:
     )  # fmt: skip
     request = make_request(shared_job(JOB), setting, device, options=None, clip=None)
     truth = estimate(shared_job(JOB))
-    run = Measured(
+    run = StepMeasurement(
         allocated_bytes=truth.allocated_bytes,
         reserved_bytes=2 * truth.reserved_bytes,
         step_s=0.001,
@@ -381,13 +381,13 @@ def test_a_profiled_run_is_kept_as_a_case_and_sat_again(tmp_path: Path) -> None:
         torch="2.11.0",
     )
     file = tmp_path / "cases.jsonl"
-    keep(case_of(request, run), file)
-    (answer,) = sit(own=file).cases
+    append_case(make_case(request, run), file)
+    (answer,) = run_exam(own=file).cases
     assert answer.error["allocated_bytes"] == 0
     assert answer.error["reserved_bytes"] == -0.5
     # The driver did not say what the process took.
     assert "process_bytes" not in answer.error
     with pytest.raises(WrongUse, match="cannot be read"):
-        sit(own=tmp_path / "none.jsonl")
+        run_exam(own=tmp_path / "none.jsonl")
     with pytest.raises(WrongUse, match="cannot be written"):
-        keep(case_of(request, run), tmp_path / "none" / "cases.jsonl")
+        append_case(make_case(request, run), tmp_path / "none" / "cases.jsonl")

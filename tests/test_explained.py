@@ -50,7 +50,7 @@ ENUMERATED = {
     "an objective": [*spec.Objective],
     "an axis": [*spec.Mesh.__struct_fields__],
     "a part of memory": [*spec.Footprint.__struct_fields__],
-    "a rating": [*estimate.WORDS],
+    "a rating": [*estimate.RATINGS],
     "an error": [class_name.__name__ for class_name in classes(TrimtabError)],
     "an event of a run": [*spec.IncidentKind],
     "a severity": [*spec.Severity],
@@ -93,7 +93,7 @@ def test_the_entry_of_a_verb_names_its_command(verb: str) -> None:
     assert f"trimtab {verb}" in trimtab.explain(verb).text
 
 
-@pytest.mark.parametrize("word", estimate.WORDS)
+@pytest.mark.parametrize("word", estimate.RATINGS)
 def test_a_rating_is_named_in_its_entry(word: str) -> None:
     assert word in trimtab.explain(word).what
 

@@ -17,9 +17,9 @@ from trimtab import api
 from trimtab.cache import TRACES
 from trimtab.errors import JobFailed, TrimtabError, WrongUse
 from trimtab.spec import Setting, Trace
-from trimtab.trace.child_process import limit_bytes, resident_bytes
+from trimtab.trace.child_process import memory_limit_bytes, resident_bytes
 from trimtab.trace.server import imported_modules
-from trimtab.trace.tracer import traced_all
+from trimtab.trace.tracer import trace_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,13 +122,13 @@ def test_several_settings_are_traced_with_one_import_and_each_is_cached(tmp_path
         "import torch\n", f"import torch\nopen({str(tmp_path / 'log')!r}, 'a').write('x')\n", 1
     )
     job = job_file(tmp_path, text)
-    found = traced_all(job, settings(2, 3, 4), DEVICE)
+    found = trace_settings(job, settings(2, 3, 4), DEVICE)
     assert all(isinstance(one, Trace) for one in found)
     assert (tmp_path / "log").read_text(encoding="utf-8") == "x"
     assert len(list(TRACES.folder.glob("*.json"))) == 3
-    assert traced_all(job, settings(4, 2), DEVICE) == [found[2], found[0]]
+    assert trace_settings(job, settings(4, 2), DEVICE) == [found[2], found[0]]
     assert (tmp_path / "log").read_text(encoding="utf-8") == "x"
-    assert traced_all(job, [], DEVICE) == []
+    assert trace_settings(job, [], DEVICE) == []
 
 
 def test_one_setting_that_crashes_or_fails_leaves_the_others(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_one_setting_that_crashes_or_fails_leaves_the_others(tmp_path: Path) -> 
         "def batch(self, size):\n        import os\n        if size == 3: os.abort()\n"
         "        if size == 5: raise KeyError('five')",
     )
-    two, three, five, seven = traced_all(job_file(tmp_path, text), settings(2, 3, 5, 7), DEVICE)
+    two, three, five, seven = trace_settings(job_file(tmp_path, text), settings(2, 3, 5, 7), DEVICE)
     assert isinstance(two, Trace)
     assert isinstance(seven, Trace)
     assert isinstance(three, JobFailed)
@@ -148,7 +148,7 @@ def test_one_setting_that_crashes_or_fails_leaves_the_others(tmp_path: Path) -> 
 
 def test_a_job_that_cannot_be_loaded_fails_as_a_whole(tmp_path: Path) -> None:
     with pytest.raises(TrimtabError, match="it lacks model"):
-        traced_all(job_file(tmp_path, JOB.replace("def model", "def mdel")), settings(2, 3), DEVICE)
+        trace_settings(job_file(tmp_path, JOB.replace("def model", "def mdel")), settings(2, 3), DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ def test_memory_that_is_only_promised_is_not_counted(tmp_path: Path) -> None:
 
 
 def test_the_limit_can_be_moved_and_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert limit_bytes() == 3 * GIB
+    assert memory_limit_bytes() == 3 * GIB
     monkeypatch.setenv("TRIMTAB_HOST_GIB", "8")
-    assert limit_bytes() == 8 * GIB
+    assert memory_limit_bytes() == 8 * GIB
     for text in ("lots", "0", "-1", "nan"):
         monkeypatch.setenv("TRIMTAB_HOST_GIB", text)
         with pytest.raises(WrongUse, match="no number above 0"):
-            limit_bytes()
+            memory_limit_bytes()
 
 
 def test_a_process_that_is_gone_holds_nothing() -> None:

@@ -9,21 +9,28 @@ import pytest
 
 from test_time import H200, matrix
 from trimtab.predict import communication, step_time
-from trimtab.predict.calibration import speed
-from trimtab.predict.estimate import estimate
-from trimtab.predict.fusion import channels_last, flow, fused, inside, operands, padded
-from trimtab.predict.memory import accumulated
+from trimtab.predict.calibration import find_speed
+from trimtab.predict.estimate import estimate_trace
+from trimtab.predict.fusion import (
+    choose_operands,
+    find_compiled,
+    fuse_trace,
+    infer_flow,
+    pad_product,
+    uses_channels_last,
+)
+from trimtab.predict.memory import add_accumulation
 from trimtab.spec import PARTS, Precision, Recompute, Setting, Trace, Work
 from trimtab.spec.trace import ENTER, LEAVE
 from trimtab.trace.request import TraceRequest
-from trimtab.trace.tracer import traced
+from trimtab.trace.tracer import trace_setting
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.xdist_group("fusion")  # its fixture is made once
 PLAIN = Setting(micro_batch=1, global_batch=1, precision=Precision.FP32, compile=True)
-KNOWN = speed(H200) or pytest.fail("the H200 has a speed")
+KNOWN = find_speed(H200) or pytest.fail("the H200 has a speed")
 PACE = KNOWN.pace
 MIB = 2**20
 
@@ -100,14 +107,14 @@ def moved(trace: Trace) -> list[tuple[str, int, int]]:
 
 
 def test_operands_are_the_tensors_that_add_up() -> None:
-    assert operands(100, (60, 40, 30)) == (((0, 60), (1, 40)), 0)
+    assert choose_operands(100, (60, 40, 30)) == (((0, 60), (1, 40)), 0)
     # The latest is preferred, a pair before three of one size.
-    assert operands(75, (25, 25, 25, 50)) == (((0, 25), (3, 50)), 0)
+    assert choose_operands(75, (25, 25, 25, 50)) == (((0, 25), (3, 50)), 0)
     # Of something larger a part is read; and what cannot be told is left over.
-    assert operands(10, (40,)) == (((0, 10),), 0)
-    assert operands(100, (60,)) == (((0, 60),), 40)
-    assert operands(100, ()) == ((), 100)
-    assert operands(0, (1, 2)) == ((), 0)
+    assert choose_operands(10, (40,)) == (((0, 10),), 0)
+    assert choose_operands(100, (60,)) == (((0, 60),), 40)
+    assert choose_operands(100, ()) == ((), 100)
+    assert choose_operands(0, (1, 2)) == ((), 0)
 
 
 def between_products() -> Script:
@@ -125,7 +132,7 @@ def between_products() -> Script:
 
 
 def test_the_flow_says_who_made_what_is_read() -> None:
-    found = flow(between_products().trace())
+    found = infer_flow(between_products().trace())
     assert [[read.tensor for read in reads] for reads in found.reads] == [[], [0], [1, 0], [2], [3]]
     assert found.makes == [(0,), (1,), (2,), (3,), (4,)]
     assert found.unknown[0] == 64 * MIB
@@ -140,11 +147,11 @@ def test_a_workspace_is_no_result() -> None:
     script.ops.append("aten::sum")
     script.free(1)
     script.run(work("mul", "pointwise", 1, 1), 1)
-    assert flow(script.trace()).makes == [(0,), (2,)]
+    assert infer_flow(script.trace()).makes == [(0,), (2,)]
 
 
 def test_neighbours_between_products_become_one_kernel_that_reads_and_writes_once() -> None:
-    found = fused(between_products().trace(), PLAIN, PACE)
+    found = fuse_trace(between_products().trace(), PLAIN, PACE)
     assert moved(found) == [("pointwise", 100, 100)]
     assert [found.works[number].op for number in found.sequence] == ["aten::mm", "fused", "aten::mm"]
     assert not found.faults()
@@ -170,13 +177,13 @@ def cross_entropy(row: int) -> Script:
 
 
 def test_what_eager_code_keeps_is_computed_again_and_long_rows_are_read_twice() -> None:
-    large = [one for one in moved(fused(cross_entropy(50304).trace(), PLAIN, PACE)) if one[1]]
+    large = [one for one in moved(fuse_trace(cross_entropy(50304).trace(), PLAIN, PACE)) if one[1]]
     # Forward the logits are read, and nothing is written; behind they are read twice, and a slope written.
     assert large == [("reduction", 100, 0), ("reduction", 100, 0), ("pointwise", 100, 100)]
 
 
 def test_short_rows_stay_in_a_cache() -> None:
-    large = [one for one in moved(fused(cross_entropy(1024).trace(), PLAIN, PACE)) if one[1]]
+    large = [one for one in moved(fuse_trace(cross_entropy(1024).trace(), PLAIN, PACE)) if one[1]]
     assert large == [("reduction", 100, 0), ("reduction", 100, 100)]
 
 
@@ -186,7 +193,7 @@ def test_a_norm_over_the_batch_takes_two_passes() -> None:
     script.run(work("native_batch_norm", "reduction", 100, 100, 0, 56), 100)
     script.run(work("relu", "pointwise", 100, 100), 100)
     script.run(product(100, 40), 40)
-    assert moved(fused(script.trace(), PLAIN, PACE)) == [("reduction", 100, 0), ("pointwise", 100, 100)]
+    assert moved(fuse_trace(script.trace(), PLAIN, PACE)) == [("reduction", 100, 0), ("pointwise", 100, 100)]
 
 
 def test_the_gradient_of_a_bias_is_a_kernel_of_its_own() -> None:
@@ -196,14 +203,14 @@ def test_the_gradient_of_a_bias_is_a_kernel_of_its_own() -> None:
     script.run(work("gelu_backward", "pointwise", 100, 100), 100)
     script.run(product(100, 40), 40)
     script.run(work("sum", "reduction", 100, 1), 1)
-    assert ("reduction", 100, 1) in moved(fused(script.trace(), PLAIN, PACE))
+    assert ("reduction", 100, 1) in moved(fuse_trace(script.trace(), PLAIN, PACE))
 
 
 def test_a_trace_that_says_nothing_of_memory_still_has_kernels() -> None:
     bare = between_products().trace().replace(order=(), sizes=(), streams=(), parts=(), modules=(), ops=())
-    found = fused(bare, PLAIN, PACE)
+    found = fuse_trace(bare, PLAIN, PACE)
     assert moved(found) == [("pointwise", 100, 100), ("pointwise", 200, 100), ("pointwise", 100, 100)]
-    assert fused(bare.replace(works=(), sequence=(), phases={}), PLAIN, PACE).sequence == ()
+    assert fuse_trace(bare.replace(works=(), sequence=(), phases={}), PLAIN, PACE).sequence == ()
 
 
 def test_a_loss_outside_of_the_model_stays_eager_and_so_does_its_backward_pass() -> None:
@@ -211,9 +218,9 @@ def test_a_loss_outside_of_the_model_stays_eager_and_so_does_its_backward_pass()
     one = work("mul", "pointwise", 1, 1)
     seed = work("ones_like", "pointwise", 0, 0)
     works = [one, enter, one, leave, one, seed, one, one, one, one]
-    assert inside(works, 6, 9) == [False, True, True, True, False, False, False, True, True, False]
+    assert find_compiled(works, 6, 9) == [False, True, True, True, False, False, False, True, True, False]
     # A trace that does not say is taken for the model.
-    assert inside([one] * 4, 2, 3) == [True, True, True, False]
+    assert find_compiled([one] * 4, 2, 3) == [True, True, True, False]
 
 
 def convolution(groups: int, outer: int, inner: int, area: int) -> Work:
@@ -235,19 +242,19 @@ def convolution(groups: int, outer: int, inner: int, area: int) -> Work:
     ],
 )
 def test_images_are_laid_out_as_inductor_would(works: list[Work], expected: bool) -> None:
-    assert channels_last(works) is expected
+    assert uses_channels_last(works) is expected
 
 
 def test_awkward_sides_are_padded_where_that_is_faster() -> None:
     odd = matrix(65536, 50257, 768, 2)
-    copy, even = padded(odd, PACE)
+    copy, even = pad_product(odd, PACE)
     assert even.dims == (1, 65536, 50264, 768, 16)
     assert copy.read_bytes == 2 * 50257 * 768
     assert PACE.seconds(copy) + PACE.seconds(even) < 0.5 * PACE.seconds(odd)
-    assert padded(matrix(4096, 4096, 1024), PACE) == (matrix(4096, 4096, 1024),)
+    assert pad_product(matrix(4096, 4096, 1024), PACE) == (matrix(4096, 4096, 1024),)
     # So small a product is bound by memory: inductor does not ask.
     thin = matrix(65536, 9, 13, 2)
-    assert padded(thin, PACE) == (thin,)
+    assert pad_product(thin, PACE) == (thin,)
 
 
 def test_autocast_holds_in_a_compiled_backward_pass() -> None:
@@ -256,9 +263,9 @@ def test_autocast_holds_in_a_compiled_backward_pass() -> None:
     script.run(large, 32)
     script.backward = 1
     script.run(large, 32)
-    by_autocast = fused(script.trace(), PLAIN.replace(precision=Precision.BF16), PACE)
+    by_autocast = fuse_trace(script.trace(), PLAIN.replace(precision=Precision.BF16), PACE)
     assert [by_autocast.works[one].dtype for one in by_autocast.sequence] == ["float32", "bfloat16"]
-    assert len(set(fused(script.trace(), PLAIN, PACE).sequence)) == 1
+    assert len(set(fuse_trace(script.trace(), PLAIN, PACE).sequence)) == 1
 
 
 JOB = """
@@ -305,7 +312,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     file.write_text(textwrap.dedent(JOB), encoding="utf-8")
     setting = Setting(micro_batch=8, global_batch=8)
     return {
-        name: traced(TraceRequest(job=f"{file}:{name}", setting=setting, device=H200), cache=False)
+        name: trace_setting(TraceRequest(job=f"{file}:{name}", setting=setting, device=H200), cache=False)
         for name in ("Words", "Inside")
     }
 
@@ -321,7 +328,7 @@ def traffic(trace: Trace) -> int:
 def test_a_traced_job_moves_less_and_launches_less_when_compiled(words: dict[str, Trace]) -> None:
     setting = Setting(micro_batch=8, global_batch=8, compile=True)
     eager = words["Inside"]
-    found = fused(eager, setting, PACE)
+    found = fuse_trace(eager, setting, PACE)
     assert not found.faults()
     assert traffic(found) < 0.7 * traffic(eager)
     launches = [sum(one.works[number].kernels > 0 for number in one.sequence) for one in (found, eager)]
@@ -338,7 +345,7 @@ def test_a_traced_job_moves_less_and_launches_less_when_compiled(words: dict[str
 
 def test_a_loss_inside_of_the_model_is_fused_and_one_outside_is_not(words: dict[str, Trace]) -> None:
     setting = Setting(micro_batch=8, global_batch=8, compile=True)
-    within, without = (fused(words[name], setting, PACE) for name in ("Inside", "Words"))
+    within, without = (fuse_trace(words[name], setting, PACE) for name in ("Inside", "Words"))
     eager = {work.op for work in without.works}
     assert "aten::_log_softmax" in eager
     assert "aten::_log_softmax_backward_data" in eager
@@ -346,7 +353,7 @@ def test_a_loss_inside_of_the_model_is_fused_and_one_outside_is_not(words: dict[
     assert traffic(within) < 0.75 * traffic(without)
     alone = communication.Links(1.0, 1.0, 1, 1)
     seconds = [
-        step_time.step(
+        step_time.estimate_step(
             words["Inside"], setting.replace(compile=one), PACE, KNOWN.host, alone, fusing=one
         ).total_s
         for one in (True, False)
@@ -356,8 +363,8 @@ def test_a_loss_inside_of_the_model_is_fused_and_one_outside_is_not(words: dict[
 
 def test_the_guess_of_memory_is_wider_where_blocks_are_recomputed(words: dict[str, Trace]) -> None:
     setting = Setting(micro_batch=8, global_batch=8, compile=True)
-    plain = estimate(words["Inside"], setting, H200, fusing=True)[0]
-    again = estimate(words["Inside"], setting.replace(recompute=Recompute.FULL), H200, fusing=True)[0]
+    plain = estimate_trace(words["Inside"], setting, H200, fusing=True)[0]
+    again = estimate_trace(words["Inside"], setting.replace(recompute=Recompute.FULL), H200, fusing=True)[0]
     assert plain.band.high_bytes < again.band.high_bytes
     assert plain.process_bytes == again.process_bytes
 
@@ -371,10 +378,10 @@ def test_sums_of_gradients_lie_beside_the_new_ones(first: int, eager: int, compi
     script.run(product(64, 60), 60, part="gradients")
     trace = script.trace().replace(marks={"step1": 0, "step2": len(script.order)})
     setting = Setting(micro_batch=1, global_batch=1)
-    once = estimate(trace, setting, H200)[0]
-    assert accumulated(once, trace, setting) == once
+    once = estimate_trace(trace, setting, H200)[0]
+    assert add_accumulation(once, trace, setting) == once
     several = setting.replace(accumulation=4, global_batch=4)
     for compiles, expected in ((False, eager), (True, compiled)):
-        found = accumulated(once, trace, several.replace(compile=compiles))
+        found = add_accumulation(once, trace, several.replace(compile=compiles))
         assert found.process_bytes - once.process_bytes == expected * MIB
         assert found.band.high_bytes - once.band.high_bytes == expected * MIB

@@ -6,7 +6,7 @@ import pytest
 
 import machines as m
 from trimtab.probe import host
-from trimtab.probe.machine import replayed
+from trimtab.probe.machine import replay_machine
 from trimtab.spec import Scheduler
 
 GIB = 2**30
@@ -15,7 +15,7 @@ V1 = {"/proc/self/cgroup": "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n"}
 
 
 def read(files: dict[str, str], scheduler: Scheduler | None = None, **facts: Any) -> host.HostLimits:
-    world = replayed(m.machine(None, read=files, host=facts))
+    world = replay_machine(m.machine(None, read=files, host=facts))
     return host.read_host(world, scheduler or Scheduler())
 
 
@@ -119,4 +119,4 @@ def test_an_amd_gpu_on_the_bus_is_named_and_a_network_card_is_not() -> None:
             "/sys/bus/pci/devices/0000:04:00.0/class": "0x020000",
         },
     )
-    assert host.pci_accelerators(replayed(record)) == ["0000:03:00.0 AMD"]
+    assert host.list_pci_accelerators(replay_machine(record)) == ["0000:03:00.0 AMD"]

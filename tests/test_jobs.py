@@ -16,17 +16,17 @@ from torch.utils.data import DataLoader, default_collate
 
 import trimtab
 from test_cli import trimtab_cli
-from trimtab.engine.build import repeated_blocks
+from trimtab.engine.build import find_repeated_blocks
 from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
-from trimtab.exams.run import cases
+from trimtab.exams.run import read_cases
 from trimtab.jobs import load as load_module
-from trimtab.jobs.head import IGNORED, mean_token_loss, token_losses
+from trimtab.jobs.head import IGNORE_INDEX, mean_token_loss, token_losses
 from trimtab.jobs.job import samples_in
-from trimtab.jobs.load import file_of, name_of
+from trimtab.jobs.load import find_job_file, find_job_name
 from trimtab.jobs.naics.job import lorentz_distance, on_hyperboloid
-from trimtab.jobs.options import options
+from trimtab.jobs.options import list_options
 from trimtab.jobs.registry import BUILT_IN, JOBS, job_flags
-from trimtab.trace.fake_cuda import redraws
+from trimtab.trace.fake_cuda import expected_redraws
 
 TINY = [f"{name}:tiny" for name in BUILT_IN]
 
@@ -186,7 +186,7 @@ def test_losses_by_pieces_are_those_of_the_whole(pieces: int, *, autocast: bool)
     torch.manual_seed(0)
     hidden, weight = torch.randn(4, 16, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     targets = torch.randint(50, (4, 16))
-    targets[0, :5] = IGNORED
+    targets[0, :5] = IGNORE_INDEX
 
     def answer(size: int) -> list[torch.Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -208,10 +208,10 @@ def test_the_mean_loss_has_the_gradients_of_the_mean_of_losses(pieces: int, kind
     hidden = torch.randn(4, 16, 8, dtype=exact, requires_grad=True)
     weight = torch.randn(50, 8, dtype=exact, requires_grad=True)
     targets = torch.randint(50, (4, 16))
-    targets[0, :5] = IGNORED
+    targets[0, :5] = IGNORE_INDEX
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind is torch.bfloat16):
         loss = 3 * mean_token_loss(hidden, weight, targets, pieces=pieces)
-    wanted = 3 * token_losses(hidden, weight, targets, pieces=1).sum() / (targets != IGNORED).sum()
+    wanted = 3 * token_losses(hidden, weight, targets, pieces=1).sum() / (targets != IGNORE_INDEX).sum()
     near = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0.03}[kind]
     torch.testing.assert_close(loss, wanted, rtol=near, atol=near)
     found, right = (torch.autograd.grad(one, [hidden, weight]) for one in (loss, wanted))
@@ -220,7 +220,7 @@ def test_the_mean_loss_has_the_gradients_of_the_mean_of_losses(pieces: int, kind
 
 def test_a_mean_loss_of_nothing_is_nothing_and_a_frozen_head_takes_no_gradient() -> None:
     hidden, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(5, 8)
-    ignored = torch.full((2, 3), IGNORED)
+    ignored = torch.full((2, 3), IGNORE_INDEX)
     loss = mean_token_loss(hidden, weight, ignored, pieces=2)
     torch.autograd.backward(loss)
     assert loss.item() == 0
@@ -265,7 +265,7 @@ def test_every_flag_of_a_job_sets_an_attribute_that_the_job_has() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_has_blocks_to_recompute(name: str) -> None:
-    assert repeated_blocks(on_meta(trimtab.load(f"{name}:tiny")))
+    assert find_repeated_blocks(on_meta(trimtab.load(f"{name}:tiny")))
 
 
 # Two models are traced for half a minute.
@@ -294,7 +294,7 @@ def test_logits_by_pieces_need_less_memory() -> None:
 
 
 def test_options_are_the_plain_attributes() -> None:
-    found = options(trimtab.load("slm:tiny"))
+    found = list_options(trimtab.load("slm:tiny"))
     assert found["layers"] == 2
     assert found["global_batch"] == 16
     assert not {"name", "tiny", "model", "branches", "assumptions"} & set(found)
@@ -346,7 +346,7 @@ def test_an_option_that_cannot_be_is_refused(
 
 
 def test_every_recorded_case_sets_options_that_its_job_has() -> None:
-    for case in cases():
+    for case in read_cases():
         trimtab.load(f"trimtab.exams.jobs:{case.job}", **case.overrides)
 
 
@@ -367,13 +367,13 @@ def test_a_name_that_is_no_job_says_what_would_be(name: str, error: type[Trimtab
 
 
 def test_the_name_of_a_job_leads_back_to_it(tmp_path: Path) -> None:
-    assert name_of(trimtab.load("slm", layers=3)) == ("slm", {"layers": 3})
-    name, changed = name_of(trimtab.load("naics:tiny"))
-    assert options(trimtab.load(name, **changed)) == options(trimtab.load("naics:tiny"))
+    assert find_job_name(trimtab.load("slm", layers=3)) == ("slm", {"layers": 3})
+    name, changed = find_job_name(trimtab.load("naics:tiny"))
+    assert list_options(trimtab.load(name, **changed)) == list_options(trimtab.load("naics:tiny"))
     folder = written(tmp_path, "GPT2Config", GPT2)
     job = trimtab.load(folder, lora=4)
     job.batch(1)
-    assert name_of(job) == (folder, {"lora": 4})
+    assert find_job_name(job) == (folder, {"lora": 4})
 
 
 # ---------------------------------------------------------------------------------------------- hf:FOLDER
@@ -439,7 +439,7 @@ def written(folder: Path, kind: str, shape: dict[str, Any], architecture: str | 
 def test_a_config_becomes_a_job_that_learns(tmp_path: Path, architecture: str, how: dict[str, Any]) -> None:
     if architecture.startswith("ResNet") and "lora" in how:
         pytest.skip("it has no linear layers")
-    # One file of text: each test would tokenise the whole library anew.
+    # One file of text: each test would tokenise the whole library again.
     seq = {} if architecture in NO_WORDS else {"seq": 16, "data": argparse.__file__}
     torch.manual_seed(0)
     job = trimtab.load(written(tmp_path, *FAMILIES[architecture], architecture), **how, **seq, rate=1e-2)
@@ -505,9 +505,9 @@ def test_numbers_drawn_until_they_are_within_bounds_are_drawn_to_an_end(tmp_path
     found = trimtab.estimate(f"{tmp_path}/truncated.py:Job", "H200")
     assert found.parts.weights == pytest.approx(4 * 513 * 512, rel=0.01)
     # Four rounds leave less than one of 2.4 million numbers beyond two standard deviations.
-    assert redraws(2_400_000, 0.0455) == 4
+    assert expected_redraws(2_400_000, 0.0455) == 4
     assert 2_400_000 * 0.0455**4 > 1 > 2_400_000 * 0.0455**5
-    assert redraws(1_000_000, 1e-9) == 0
+    assert expected_redraws(1_000_000, 1e-9) == 0
 
 
 def test_frozen_weights_have_no_optimizer_state_and_keep_their_dtype(tmp_path: Path) -> None:
@@ -680,7 +680,7 @@ def test_help_names_every_form_of_a_job(verb: str) -> None:
 
 
 def test_the_file_that_a_job_is_written_in(tmp_path: Path) -> None:
-    assert [file_of(name) for name in ("slm", "bridge:tiny", "no.such.module:Job")] == [None] * 3
-    assert file_of("hf:models/bert") == Path.cwd() / "models" / "bert" / "config.json"
-    assert file_of(f"{tmp_path}/a.b/job.py:Mine") == tmp_path / "a.b" / "job.py"
-    assert file_of("trimtab.jobs.load:Job") == Path(load_module.__file__ or "")
+    assert [find_job_file(name) for name in ("slm", "bridge:tiny", "no.such.module:Job")] == [None] * 3
+    assert find_job_file("hf:models/bert") == Path.cwd() / "models" / "bert" / "config.json"
+    assert find_job_file(f"{tmp_path}/a.b/job.py:Mine") == tmp_path / "a.b" / "job.py"
+    assert find_job_file("trimtab.jobs.load:Job") == Path(load_module.__file__ or "")

@@ -17,7 +17,7 @@ from trimtab.cli.plan import plan_with_knobs
 from trimtab.configs import knobs
 from trimtab.configs.knobs import apply_knobs
 from trimtab.errors import TrimtabError, UnknownName, WrongUse
-from trimtab.jobs.options import options
+from trimtab.jobs.options import list_options
 from trimtab.planner.pins import KEYS
 from trimtab.spec.requests import PlanRequest, TrainRequest
 from trimtab.training.task import TrainTask
@@ -64,7 +64,7 @@ def test_the_examples_are_true() -> None:
 
 def test_every_knob_of_the_glossary_is_known_and_sets_something_that_there_is() -> None:
     assert not set(GLOSSARY) - set(knobs.load_knobs())
-    of_slm, of_training = set(options(api.load("slm"))), set(TrainTask.__struct_fields__)
+    of_slm, of_training = set(list_options(api.load("slm"))), set(TrainTask.__struct_fields__)
     for knob in knobs.load_knobs().values():
         assert not knob.option or knob.option in of_slm, knob.name
         assert not knob.pin or knob.pin in KEYS, knob.name

@@ -12,7 +12,7 @@ import torch
 from bench import others
 
 from trimtab.errors import BrokenFile, EnvironmentFault
-from trimtab.exams.run import cases
+from trimtab.exams.run import read_cases
 from trimtab.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def test_what_an_estimator_does_not_cover_is_marked() -> None:
     pytest.importorskip("accelerate")
     found = {}
     for name in ("gpt-bf16-b16", "gpt-sgd-fp32-b8", "fsdp16-gpt-fp32-b8"):
-        case = cases(name)[0]
+        case = read_cases(name)[0]
         model = others.built(case)
         found[name] = (others.accelerate_figure(case, model), others.deepspeed_figure(case, model))
     accelerate, deepspeed = found["gpt-bf16-b16"]
@@ -114,7 +114,7 @@ def test_errors_are_read_from_the_page_and_from_an_exam(tmp_path: Path) -> None:
 
 def test_every_predicted_case_of_the_page_is_a_recorded_one() -> None:
     found = others.errors_in_page(others.PAGE.read_text(encoding="utf-8"))
-    assert set(found) <= {case.id for case in cases()}
+    assert set(found) <= {case.id for case in read_cases()}
     assert len(found) > 50
 
 

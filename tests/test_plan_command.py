@@ -17,9 +17,9 @@ from test_planner import planned
 from trimtab import render
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import Job
-from trimtab.predict.calibration import shipped, write_own_calibration
+from trimtab.predict.calibration import shipped_calibrations, write_own_calibration
 from trimtab.spec import Objective, Plan
-from trimtab.trace.job_summary import described
+from trimtab.trace.job_summary import describe_job
 from trimtab.units import GIB
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def test_a_plan_is_made_anew_once_the_user_has_calibrated(
         return trimtab.plan(f"{folder}/job.py:Tiny", "H200", pins=pins).estimate.step_s
 
     by_the_shipped_one = step_s()
-    own = next(one for one in shipped() if one.device == "H200 SXM 141GB")
+    own = next(one for one in shipped_calibrations() if one.device == "H200 SXM 141GB")
     write_own_calibration(own.replace(host={**own.host, "forward_s": 10 * own.host["forward_s"]}))
     slower = step_s()
     assert slower is not None
@@ -199,11 +199,11 @@ class Branching(Said):
 
 
 def test_a_job_is_described_by_what_it_says() -> None:
-    found = described(Said(), "x.py:Said")
+    found = describe_job(Said(), "x.py:Said")
     assert (found.name, found.global_batch, found.samples, found.epochs) == ("Said", 4, 3, 1)
     assert found.seq == 128
     assert found.branches == ()
-    assert described(Branching(), "x.py:Branching").branches == ("a", "b")
+    assert describe_job(Branching(), "x.py:Branching").branches == ("a", "b")
 
 
 @pytest.mark.parametrize(("member", "value"), [("global_batch", 2.5), ("samples", 0), ("epochs", True)])
@@ -211,7 +211,7 @@ def test_a_job_that_says_what_cannot_be_is_refused(member: str, value: object) -
     job = Said()
     setattr(job, member, value)
     with pytest.raises(WrongUse, match=member):
-        described(job, "x.py:Said")
+        describe_job(job, "x.py:Said")
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
@@ -226,7 +226,7 @@ def test_every_part_of_a_plan_is_shown_at_any_width(width: int) -> None:
         price_per_gpu_hour=2.0,
     )
     text = io.StringIO()
-    Console(file=text, width=width).print(render.plan(plan))
+    Console(file=text, width=width).print(render.render_plan(plan))
     shown = text.getvalue()
     assert max(map(len, shown.splitlines())) <= width
     for heading in ("GPUs side by side", "what if", "runners-up", "rejected", "is enough"):

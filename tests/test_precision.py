@@ -16,16 +16,16 @@ import pytest
 import torch
 
 import trimtab
-from trimtab.catalog.clusters import stated
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.configs.targets import WORDS as CONFIG_WORDS
 from trimtab.engine.precision import HALF, dtype_name, torch_dtype
-from trimtab.engine.step import prepare, step
+from trimtab.engine.step import prepare_job, run_step
 from trimtab.planner import pins
-from trimtab.planner.space import _why_not, runs
+from trimtab.planner.space import _explain_precision, can_run
 from trimtab.spec import Dtypes, Precision, Setting
 from trimtab.spec.hardware import PEAK_NAMES
 from trimtab.spec.precision import DTYPE_BYTES
-from trimtab.training.optimizer_step import first_scale
+from trimtab.training.optimizer_step import initial_scale
 
 PACKAGE = Path(trimtab.__file__).parent
 DOCS = PACKAGE.parent.parent / "docs"
@@ -146,13 +146,13 @@ def test_the_engine_takes_a_step_as_the_row_says(job: str, precision: Precision)
     loaded = trimtab.load(job)
     setting = Setting(micro_batch=4, global_batch=4, precision=precision)
     before = torch.get_default_dtype()
-    state = prepare(loaded, setting, "cpu")
+    state = prepare_job(loaded, setting, "cpu")
     assert torch.get_default_dtype() is before
     assert torch.backends.cuda.matmul.allow_tf32 is dtypes.tf32_products
     seen: list[torch.dtype] = []
     first = next(module for module in state.model.modules() if isinstance(module, torch.nn.Linear))
     first.register_forward_hook(lambda *call: seen.append(call[2].dtype))
-    step(state, [torch.randn(4, 256, dtype=torch_dtype(dtypes.weights))])
+    run_step(state, [torch.randn(4, 256, dtype=torch_dtype(dtypes.weights))])
     assert [dtype_name(dtype) for dtype in seen] == [dtypes.compute]
     for parameter in state.model.parameters():
         wanted = dtypes.weights if parameter.requires_grad else dtypes.frozen_weights
@@ -160,24 +160,24 @@ def test_the_engine_takes_a_step_as_the_row_says(job: str, precision: Precision)
         assert parameter.grad is None or dtype_name(parameter.grad.dtype) == dtypes.gradients
     moments = [one["exp_avg"].dtype for one in state.optimizer.state.values()]
     assert {dtype_name(dtype) for dtype in moments} == {dtypes.optimizer_states}
-    assert (first_scale(dtypes).value > 1.0) is dtypes.scales_loss
+    assert (initial_scale(dtypes).value > 1.0) is dtypes.scales_loss
 
 
 @pytest.mark.parametrize("precision", Precision)
 def test_every_face_knows_a_precision(precision: Precision) -> None:
-    assert pins.checked("precision", precision.value, "--pin") == precision.value
+    assert pins.check_pin("precision", precision.value, "--pin") == precision.value
     assert precision.value in CONFIG_WORDS["precision"]
     assert precision.value in str(trimtab.explain(precision.value))
-    h100, v100 = (stated(name).devices[0] for name in ("H100", "V100-32GB"))
-    assert runs(h100, precision)
-    assert h100.peaks.of(precision.dtypes.products)
-    assert runs(v100, precision) is (v100.peaks.of(precision.dtypes.products) is not None)
+    h100, v100 = (parse_cluster(name).devices[0] for name in ("H100", "V100-32GB"))
+    assert can_run(h100, precision)
+    assert h100.peaks.get_rate(precision.dtypes.products)
+    assert can_run(v100, precision) is (v100.peaks.get_rate(precision.dtypes.products) is not None)
 
 
 @pytest.mark.parametrize(("precision", "chosen"), [*permutations(Precision, 2)])
 def test_a_plan_says_why_it_does_not_take_a_precision(precision: Precision, chosen: Precision) -> None:
     if chosen.dtypes.keeps_float32:
-        assert precision.value in _why_not(precision, chosen, stated("H100").devices)
+        assert precision.value in _explain_precision(precision, chosen, parse_cluster("H100").devices)
 
 
 def test_the_documentation_lists_the_rows() -> None:

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 import trimtab.api
 import trimtab.cli.progress as shown
 from outlooks import Law, workload
-from trimtab.catalog.clusters import stated
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.cli.main import app
 from trimtab.cli.progress import progress
-from trimtab.planner.decision import PlanQuestion, decide
+from trimtab.planner.decision import PlanQuestion, choose_plan
 from trimtab.spec import Policy
 from trimtab.spec.requests import PlanRequest
 
@@ -32,24 +32,24 @@ class Interrupted(Law):
 
 def question(compare: tuple[int, ...] = ()) -> PlanQuestion:
     return PlanQuestion(
-        job="fake", workload=workload(), cluster=stated("4xH100"), policy=Policy(), compare=compare
+        job="fake", workload=workload(), cluster=parse_cluster("4xH100"), policy=Policy(), compare=compare
     )
 
 
 def interrupted(after: int, compare: tuple[int, ...] = (), **law: Any) -> Any:
     outlook = Interrupted(bounds=False, **law)
     outlook.left = after
-    return decide(question(compare), outlook)
+    return choose_plan(question(compare), outlook)
 
 
 def asked_in_all() -> int:
     law = Law(bounds=False)
-    decide(question(), law)
+    choose_plan(question(), law)
     return len(law.asked)
 
 
 def test_an_interrupted_search_gives_the_best_so_far_and_says_so() -> None:
-    whole = decide(question(), Law(bounds=False))
+    whole = choose_plan(question(), Law(bounds=False))
     assert whole.complete
     plan = interrupted(20)
     assert not plan.complete
@@ -69,13 +69,13 @@ def test_an_interrupt_before_anything_fits_is_an_interrupt() -> None:
 
 def test_an_interrupt_while_gpus_are_compared_keeps_the_choice() -> None:
     plan = interrupted(asked_in_all() + 1, compare=(1, 2, 3, 4))
-    assert plan.choice == decide(question((1, 2, 3, 4)), Law(bounds=False)).choice
+    assert plan.choice == choose_plan(question((1, 2, 3, 4)), Law(bounds=False)).choice
     assert not plan.complete
 
 
 def test_every_better_setting_is_noticed_once() -> None:
     noticed: list[Any] = []
-    plan = decide(question(), Law(bounds=False), notice=noticed.append)
+    plan = choose_plan(question(), Law(bounds=False), notice=noticed.append)
     times = [item.estimate.step_s for item in noticed]
     assert times
     assert times == sorted(times, key=lambda time: -(time or 0.0))

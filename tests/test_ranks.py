@@ -189,7 +189,7 @@ def three_ranks() -> dict[str, Report | str]:
     )  # fmt: skip
     found["sharded drill"] = together(sharded, places, drill=drill)
     limits.KEEPS_WHOLE = 0.0
-    fsdp_gradients.reset = fsdp_gradients.reset_by_hand
+    fsdp_gradients.reset_fsdp = fsdp_gradients.reset_fsdp_manually
     drill = Drill(("forward", 0, 2), ("backward", 1, 1), ("backward", 3, 0))
     found["sharded by hand"] = together(sharded, places, drill=drill)
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.catalog.clusters import stated
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.catalog.tables import devices, mfu_references
-from trimtab.predict.estimate import WORDS, doubt_of, model_kind, rating, reference
+from trimtab.predict.estimate import RATINGS, find_mfu_reference, model_kind, rate_mfu, warn_high_mfu
 from trimtab.spec import Precision, Trace, Work
 
 EMPTY: dict[str, object] = dict.fromkeys(
@@ -46,12 +46,12 @@ def test_the_kind_of_a_model_is_told_by_what_it_computes(flops: dict[str, int], 
 
 @pytest.mark.parametrize("name", ["H100", "H200", "A100-80GB", "A100-40GB"])
 def test_28_percent_is_never_excellent(name: str) -> None:
-    usual = reference("transformer", stated(name).devices[0], Precision.BF16.dtypes)
+    usual = find_mfu_reference("transformer", parse_cluster(name).devices[0], Precision.BF16.dtypes)
     assert usual is not None
-    assert rating(0.28, usual) == "fair"
-    assert rating(usual.low, usual) == "good"
-    assert rating(usual.high + 0.01, usual) == "excellent"
-    assert rating(0.05, usual) == "poor"
+    assert rate_mfu(0.28, usual) == "fair"
+    assert rate_mfu(usual.low, usual) == "good"
+    assert rate_mfu(usual.high + 0.01, usual) == "excellent"
+    assert rate_mfu(0.05, usual) == "poor"
     assert "runs" in usual.figures
 
 
@@ -64,9 +64,9 @@ def test_28_percent_is_never_excellent(name: str) -> None:
     ],
 )
 def test_without_figures_there_is_no_adjective(name: str, kind: str | None, precision: Precision) -> None:
-    usual = reference(kind, stated(name).devices[0], precision.dtypes)
+    usual = find_mfu_reference(kind, parse_cluster(name).devices[0], precision.dtypes)
     assert usual is None
-    assert rating(0.9, usual) is None
+    assert rate_mfu(0.9, usual) is None
 
 
 def test_every_row_has_known_devices_and_a_range() -> None:
@@ -75,13 +75,13 @@ def test_every_row_has_known_devices_and_a_range() -> None:
         assert set(row.devices) <= known
         assert 0 < row.low < row.high <= 100
         assert row.source.startswith("https://")
-    assert len(WORDS) == 4
+    assert len(RATINGS) == 4
 
 
 def test_a_predicted_mfu_above_all_published_runs_is_doubted() -> None:
-    usual = reference("transformer", stated("H100").devices[0], Precision.BF16.dtypes)
+    usual = find_mfu_reference("transformer", parse_cluster("H100").devices[0], Precision.BF16.dtypes)
     assert usual is not None
-    doubt = doubt_of(usual.high + 0.08, usual)
+    doubt = warn_high_mfu(usual.high + 0.08, usual)
     assert "54%" in doubt
     assert usual.figures in doubt
-    assert doubt_of(usual.high, usual) == doubt_of(None, usual) == doubt_of(0.9, None) == ""
+    assert warn_high_mfu(usual.high, usual) == warn_high_mfu(None, usual) == warn_high_mfu(0.9, None) == ""

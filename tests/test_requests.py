@@ -31,7 +31,7 @@ from trimtab.spec.requests import (
     ShowRequest,
     TrainRequest,
     TrainStagesRequest,
-    options_of,
+    list_options,
 )
 
 COMMANDS: dict[str, type[CommandRequest]] = {
@@ -62,7 +62,7 @@ def test_the_examples_are_true() -> None:
 def test_every_option_of_a_request_is_a_flag_with_its_help(command: str) -> None:
     request: type[CommandRequest] = (COMMANDS | {"profile": ProfileRequest})[command]
     known = flags(command)
-    for name, option in options_of(request).items():
+    for name, option in list_options(request).items():
         if option.switches:
             for value, text in option.switches.items():
                 assert known[f"--{value}"].help == text
@@ -77,8 +77,8 @@ def test_every_field_of_a_request_is_an_argument(name: str) -> None:
     request = FUNCTIONS[name]
     parameters = inspect.signature(getattr(trimtab, name)).parameters
     assert tuple(parameters) == request.__struct_fields__
-    assert set(parameters) - set(options_of(request)) <= HOOKS
-    defaults = {name: option.default for name, option in options_of(request).items()}
+    assert set(parameters) - set(list_options(request)) <= HOOKS
+    defaults = {name: option.default for name, option in list_options(request).items()}
     assert defaults == {name: parameters[name].default for name in defaults}
 
 
@@ -86,14 +86,14 @@ def test_every_field_of_a_request_is_an_argument(name: str) -> None:
 def test_every_option_of_a_request_is_in_its_json(request_class: type[CommandRequest]) -> None:
     schema = request_class.schema()
     fields = schema["$defs"][request_class.__name__]["properties"]
-    assert set(fields) == set(options_of(request_class))
-    for name, option in options_of(request_class).items():
+    assert set(fields) == set(list_options(request_class))
+    for name, option in list_options(request_class).items():
         assert fields[name]["description"] == option.help
 
 
 def test_help_texts_are_sentences_that_stand_alone() -> None:
     for request in (*FUNCTIONS.values(), ProfileRequest):
-        for option in options_of(request).values():
+        for option in list_options(request).values():
             for text in (
                 option.help,
                 *option.switches.values(),
@@ -128,7 +128,7 @@ def test_a_request_is_the_same_after_json() -> None:
 def test_a_wrong_argument_gets_a_suggestion_on_both_faces(name: str, given: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"{name}.. has no argument {given!r}; did you mean {meant!r}?"):
         getattr(trimtab, name)("slm:tiny", **{given: 3})
-    flag = options_of(COMMANDS[name])[meant].flag
+    flag = list_options(COMMANDS[name])[meant].flag
     done = CliRunner().invoke(app, [name, "slm:tiny", f"{flag}z", "3"])
     assert done.exit_code == 2
     assert flag is not None

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trimtab import cluster
 from trimtab.spec import Precision, Setting, Trace
 from trimtab.trace import kernels
-from trimtab.trace.kernels import FP32, LOWER, WIDEST, Autocast, casts_last_argument_first, read_lists
+from trimtab.trace.kernels import FP32, LOWER, PROMOTE, Autocast, casts_last_argument_first, read_autocast_ops
 from trimtab.trace.request import TraceRequest
-from trimtab.trace.tracer import traced
+from trimtab.trace.tracer import trace_setting
 
 if TYPE_CHECKING:
     from trimtab.spec import Device
@@ -61,7 +61,7 @@ def device(name: str) -> Device:
 
 def trace_of(job: Path, name: str = "H200") -> Trace:
     setting = Setting(micro_batch=8, global_batch=8, precision=Precision.BF16)
-    return traced(TraceRequest(job=f"{job}:Small", setting=setting, device=device(name)), cache=False)
+    return trace_setting(TraceRequest(job=f"{job}:Small", setting=setting, device=device(name)), cache=False)
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +167,8 @@ def test_policies_choose_the_dtype_as_autocast_does() -> None:
     cast = Autocast(last_first=True).cast
     assert [one.dtype for one in cast([narrow, wide], FP32)] == [torch.float32] * 2
     assert [one.dtype for one in cast([narrow, wide], LOWER)] == [half] * 2
-    assert [one.dtype for one in cast([narrow, wide], WIDEST)] == [torch.float32] * 2
-    assert [one.dtype for one in cast([narrow, narrow], WIDEST)] == [half] * 2
+    assert [one.dtype for one in cast([narrow, wide], PROMOTE)] == [torch.float32] * 2
+    assert [one.dtype for one in cast([narrow, narrow], PROMOTE)] == [half] * 2
 
 
 @pytest.mark.usefixtures("on_host")
@@ -184,7 +184,7 @@ def test_the_lists_of_autocast_are_read_from_the_header_of_torch() -> None:
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     found = {
         (read_items.policy, read_items.name, read_items.overload)
-        for read_items in read_lists(header.read_text(encoding="utf-8"))
+        for read_items in read_autocast_ops(header.read_text(encoding="utf-8"))
     }
     assert {
         (LOWER, "linear", "default"),
@@ -192,5 +192,5 @@ def test_the_lists_of_autocast_are_read_from_the_header_of_torch() -> None:
         (LOWER, "scaled_dot_product_attention", "default"),
         (FP32, "mse_loss", "default"),
         (FP32, "pow", "Tensor_Tensor"),
-        (WIDEST, "addcmul", "default"),
+        (PROMOTE, "addcmul", "default"),
     } <= found

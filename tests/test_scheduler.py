@@ -6,7 +6,7 @@ import pytest
 
 import machines as m
 from trimtab.probe import scheduler
-from trimtab.probe.scheduler import node_names
+from trimtab.probe.scheduler import parse_node_list
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -109,7 +109,7 @@ def test_a_half_set_or_wrong_environment_is_an_error_at_once(env: dict[str, str]
     ],
 )
 def test_node_lists_are_spelt_out(listed: str, names: list[str]) -> None:
-    assert node_names(listed) == names
+    assert parse_node_list(listed) == names
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:

@@ -11,11 +11,11 @@ from torch import nn
 import trimtab
 from shared_jobs import shared_job
 from test_estimate import JOB
-from trimtab.engine.branches import Absent, Nothing, branch_loss, branches_of, keep_branch
+from trimtab.engine.branches import AbsentModule, AbsentValue, compute_branch_loss, get_branches, keep_branch
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.spec import Mesh
 from trimtab.strategies import STRATEGIES
-from trimtab.trace.job_summary import summary
+from trimtab.trace.job_summary import summarize_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,7 +149,7 @@ def test_a_job_without_branches_is_refused_before_tracing() -> None:
     with pytest.raises(WrongUse, match="the job has no branches"):
         estimate(shared_job(JOB), "2xH100", strategy="branch")
     with pytest.raises(JobFailed, match="the job has no branches"):
-        branches_of(object())
+        get_branches(object())
 
 
 @pytest.mark.parametrize(
@@ -167,11 +167,11 @@ def test_branches_that_do_not_agree_with_the_model_are_named(change: tuple[str, 
 
 
 def test_a_job_says_what_it_is(tmp_path: Path) -> None:
-    assert summary(shared_job(TWO)).branches == ("wide", "deep")
-    found = summary(shared_job(JOB))
+    assert summarize_job(shared_job(TWO)).branches == ("wide", "deep")
+    found = summarize_job(shared_job(JOB))
     assert (found.branches, found.global_batch, found.samples) == ((), 64, None)
     with pytest.raises(WrongUse, match="no such file"):
-        summary(f"{tmp_path}/missing.py:Job")
+        summarize_job(f"{tmp_path}/missing.py:Job")
 
 
 class Pair(nn.Module):
@@ -201,9 +201,9 @@ def test_the_terms_of_the_branches_and_their_gradients_add_up_to_the_whole() -> 
     for own in PairJob.branches:
         part = Pair()
         part.load_state_dict(whole.state_dict())
-        taken = keep_branch(part, branches_of(PairJob()), own)
+        taken = keep_branch(part, get_branches(PairJob()), own)
         assert len(taken) == 1
-        loss = branch_loss(PairJob(), part, batch, own)
+        loss = compute_branch_loss(PairJob(), part, batch, own)
         loss.backward()
         assert part.shared.weight.grad is not None
         total += part.shared.weight.grad
@@ -214,8 +214,8 @@ def test_the_terms_of_the_branches_and_their_gradients_add_up_to_the_whole() -> 
 
 
 def test_a_stand_in_is_false_and_whatever_follows_from_it_is_nothing() -> None:
-    absent = Absent()
+    absent = AbsentModule()
     assert not absent
-    assert isinstance(absent(torch.zeros(2)).logits[:, 1:].float() + 1, Nothing)
-    assert isinstance(torch.zeros(2) * absent.weight, Nothing)
-    assert isinstance(absent.eval().train(), Absent)
+    assert isinstance(absent(torch.zeros(2)).logits[:, 1:].float() + 1, AbsentValue)
+    assert isinstance(torch.zeros(2) * absent.weight, AbsentValue)
+    assert isinstance(absent.eval().train(), AbsentModule)

@@ -13,11 +13,11 @@ import pytest
 
 import trimtab
 from outlooks import Law, workload
-from trimtab.catalog.clusters import stated
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.errors import WrongUse
 from trimtab.planner import decision
 from trimtab.planner.decision import PlanQuestion
-from trimtab.planner.space import space
+from trimtab.planner.space import build_space
 from trimtab.predict.communication import Links
 from trimtab.spec import Mesh, Policy, Setting, Strategy, Trace, Work
 from trimtab.strategies import STRATEGIES, one_micro_batch, one_replica, strategy_of, usual_strategy
@@ -387,13 +387,18 @@ def test_a_new_strategy_answers_as_the_others_do(striped: ParallelStrategy, chec
 
 def test_a_new_strategy_is_planned_refused_and_explained(striped: ParallelStrategy) -> None:
     counts = {
-        gpus: [family.strategy for family in space(workload(), stated(f"{gpus}xH100"), Policy()).families]
+        gpus: [
+            family.strategy
+            for family in build_space(workload(), parse_cluster(f"{gpus}xH100"), Policy()).families
+        ]
         for gpus in (1, 2, 3)
     }
     assert [striped.word in words for words in counts.values()] == [False, True, True]
     only = {
         family.layout.gpus
-        for family in space(workload(), stated("5xH100"), Policy(pins={"strategy": "striped"})).families
+        for family in build_space(
+            workload(), parse_cluster("5xH100"), Policy(pins={"strategy": "striped"})
+        ).families
     }
     assert only == {2, 4}
     with pytest.raises(WrongUse, match="stripes come in pairs"):
@@ -401,11 +406,11 @@ def test_a_new_strategy_is_planned_refused_and_explained(striped: ParallelStrate
     question = PlanQuestion(
         job="fake",
         workload=workload(),
-        cluster=stated("4xH100"),
+        cluster=parse_cluster("4xH100"),
         policy=Policy(pins={"gpus": 4, "strategy": "striped"}),
         compare=(),
     )
-    plan = decision.decide(question, Law())
+    plan = decision.choose_plan(question, Law())
     assert (plan.choice.strategy, plan.choice.mesh) == ("striped", Mesh(dp_shard=4))
     assert striped.explain(plan.choice.mesh) == "weights are cut in 4 stripes"
 
@@ -416,7 +421,11 @@ def test_a_new_strategy_explains_itself_in_a_plan(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(STRATEGIES, "striped", StripedStrategy())
     monkeypatch.setattr(StripedStrategy, "shares_by_speed", True)
     question = PlanQuestion(
-        job="fake", workload=workload(), cluster=stated("4xH100"), policy=Policy(pins={"gpus": 4}), compare=()
+        job="fake",
+        workload=workload(),
+        cluster=parse_cluster("4xH100"),
+        policy=Policy(pins={"gpus": 4}),
+        compare=(),
     )
-    reasons = {reason.subject: reason.why for reason in decision.decide(question, Law()).reasons}
+    reasons = {reason.subject: reason.why for reason in decision.choose_plan(question, Law()).reasons}
     assert reasons["strategy"].startswith("weights are cut in 4 stripes")

@@ -21,7 +21,7 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
-from trimtab.training.events import describe_requeue, next_attempt
+from trimtab.training.events import describe_requeue, make_next_attempt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -179,7 +179,9 @@ def test_gpus_are_counted_by_the_driver(tmp_path: Path) -> None:
 
 
 def after(before: Attempt | None, env: dict[str, str] | None = None, *, seen_s: float = 0.0) -> Attempt:
-    return next_attempt(before, procs=4, nodes=2, now_s=500.0, seen_s=seen_s, env=env or {}, host="h", pid=9)
+    return make_next_attempt(
+        before, procs=4, nodes=2, now_s=500.0, seen_s=seen_s, env=env or {}, host="h", pid=9
+    )
 
 
 def test_the_first_attempt_has_nothing_before_it() -> None:

@@ -24,9 +24,9 @@ from trimtab.spec import (
     Footprint,
     Mesh,
     OptimizerImplementation,
-    Place,
     Plan,
     Precision,
+    RankPlacement,
     Recompute,
     Setting,
     Share,
@@ -52,7 +52,7 @@ IDS = [f"{name}: {file}" for name, file, _ in ALL]
 
 def plan(setting: Setting, nodes: int = 1) -> Plan:
     places = tuple(
-        Place(node=index * nodes // setting.gpus, node_name="n", device=index, name="T4")
+        RankPlacement(node=index * nodes // setting.gpus, node_name="n", device=index, name="T4")
         for index in range(setting.gpus)
     )
     return Plan(job="job.py:Mine", choice=setting, estimate=ESTIMATE, places=places)

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from trimtab.catalog.clusters import stated
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.errors import UnknownName
 from trimtab.spec import Setting
 from trimtab.trace.request import TraceRequests
@@ -24,7 +24,7 @@ def asked(*micro_batches: int, clip: float | None = None, job: str = "slm:tiny")
     settings = tuple(
         Setting(micro_batch=micro_batch, global_batch=micro_batch) for micro_batch in micro_batches
     )
-    return TraceRequests(job=job, settings=settings, device=stated("H100").devices[0], clip=clip)
+    return TraceRequests(job=job, settings=settings, device=parse_cluster("H100").devices[0], clip=clip)
 
 
 def totals(worker: WorkerProcess, requests: TraceRequests) -> list[int]:

@@ -14,11 +14,11 @@ from trimtab.catalog import tables, torch_release
 from trimtab.errors import EnvironmentFault
 from trimtab.probe import versions
 from trimtab.probe.detect import detect
-from trimtab.probe.machine import replayed
+from trimtab.probe.machine import replay_machine
 
 
 def whats(record: dict[str, object]) -> list[str]:
-    return [finding.what for finding in detect(replayed(record)).findings]
+    return [finding.what for finding in detect(replay_machine(record)).findings]
 
 
 def test_versions_that_fit_have_nothing_to_say() -> None:
@@ -26,7 +26,7 @@ def test_versions_that_fit_have_nothing_to_say() -> None:
 
 
 def test_torchs_cuda_release_is_read_without_importing_torch() -> None:
-    found = detect(replayed(m.recorded("h200"))).versions
+    found = detect(replay_machine(m.recorded("h200"))).versions
     assert (found.torch, found.torch_cuda, found.torch_hip) == ("2.11.0", "13.0", None)
     assert (found.driver, found.driver_cuda, found.nccl) == ("580.159.04", "13.0", "2.28.9")
 
@@ -48,7 +48,7 @@ def test_a_driver_too_old_for_torchs_cuda_is_an_error(driver: str, cuda: str, ol
 
 
 def test_the_cure_for_an_old_driver_names_both_ways_out() -> None:
-    found = detect(replayed(m.machine([m.h100()], driver="570.26"))).findings[0]
+    found = detect(replay_machine(m.machine([m.h100()], driver="570.26"))).findings[0]
     assert found.severity.value == "error"
     assert "Update the driver to 580.65.06" in found.cure
     assert "torch built for CUDA 12" in found.cure
@@ -77,7 +77,7 @@ def test_a_cpu_build_beside_a_gpu_is_a_warning() -> None:
 def test_a_torch_that_trimtab_is_not_made_for_is_a_warning(
     torch: str, fits: bool, gpus: list[m.Gpu] | None
 ) -> None:
-    found = detect(replayed(m.machine(gpus, torch=torch))).findings
+    found = detect(replay_machine(m.machine(gpus, torch=torch))).findings
     said = [one for one in found if "releases that trimtab is made for" in one.what]
     assert len(said) == (not fits)
     assert all(one.severity.value == "warning" for one in said)
@@ -94,7 +94,7 @@ def test_the_releases_of_torch_are_those_of_the_package() -> None:
 @pytest.mark.parametrize(("cuda", "nccl"), [("13.0", "2.28.9"), ("12.8", "2.27.3")])
 def test_nccl_is_the_one_for_torchs_cuda(cuda: str, nccl: str) -> None:
     both = {"package:nvidia-nccl-cu13": "2.28.9", "package:nvidia-nccl-cu12": "2.27.3"}
-    found = detect(replayed(m.machine([m.h100()], torch_cuda=cuda, host=both))).versions
+    found = detect(replay_machine(m.machine([m.h100()], torch_cuda=cuda, host=both))).versions
     assert found.nccl == nccl
     assert found.sources["nccl"] == f"detected: metadata of nvidia-nccl-cu{cuda[:2]}"
 

@@ -4,20 +4,20 @@ import pytest
 
 import machines as m
 from trimtab.probe import nvml
-from trimtab.probe.machine import replayed
-from trimtab.probe.visible_devices import Visible, visible
+from trimtab.probe.machine import replay_machine
+from trimtab.probe.visible_devices import VisibleDevices, find_visible_devices
 
 FOUR = m.machine([m.h100() for _ in range(4)])
 CUT = m.machine([m.cut_a100(), m.a100_40()])
 
 
-def see(record: dict[str, object], value: str | None, *, driver: str = "580.95.05") -> Visible:
-    reading = nvml.read_nvml(replayed(record))
+def see(record: dict[str, object], value: str | None, *, driver: str = "580.95.05") -> VisibleDevices:
+    reading = nvml.read_nvml(replay_machine(record))
     env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
-    return visible(reading.devices, env, mig_parents=reading.mig_parents, driver=driver)
+    return find_visible_devices(reading.devices, env, mig_parents=reading.mig_parents, driver=driver)
 
 
-def keys(shown: Visible) -> list[str]:
+def keys(shown: VisibleDevices) -> list[str]:
     return [device.key for device in shown.devices]
 
 
@@ -83,7 +83,7 @@ def test_a_gpu_named_twice_hides_all_as_torch_does() -> None:
 
 
 def test_a_name_on_a_machine_without_gpus_is_an_error() -> None:
-    shown = visible((), {"CUDA_VISIBLE_DEVICES": "0"})
+    shown = find_visible_devices((), {"CUDA_VISIBLE_DEVICES": "0"})
     assert "no GPU was found" in shown.findings[0].cure
 
 

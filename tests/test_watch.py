@@ -22,9 +22,9 @@ import run_samples as samples
 from trimtab.cli.main import main_code
 from trimtab.cli.watch import Lines, picture
 from trimtab.errors import WrongUse
-from trimtab.probe.machine import Machine, replayed
-from trimtab.probe.nvml import gauges
-from trimtab.spec import Advice, DeviceProcess, Gauge, Incident, IncidentKind, Sample, WatchedRun
+from trimtab.probe.machine import Machine, replay_machine
+from trimtab.probe.nvml import read_gauges
+from trimtab.spec import Advice, DeviceProcess, GpuReading, Incident, IncidentKind, WatchedRun, WatchSample
 from trimtab.units import GIB
 from trimtab.watching.advice import advise
 from trimtab.watching.watch import RunFollower, RunWatcher, find_runs, recent_runs
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-NOTHING = replayed(m.machine())
+NOTHING = replay_machine(m.machine())
 
 
 # GPUs
 
 
 def test_a_gpu_at_work_is_read_in_full() -> None:
-    found, why = gauges(live.world({"busy": 73, "reasons": 0x4 | 0x40, "mhz": 1500}, pids=(77,)))
+    found, why = read_gauges(live.world({"busy": 73, "reasons": 0x4 | 0x40, "mhz": 1500}, pids=(77,)))
     assert why == ""
     (one,) = found
     assert (one.busy, one.memory_busy, one.power_w, one.temperature_c) == (0.73, 0.4, 600.0, 60)
@@ -53,17 +53,17 @@ def test_a_gpu_at_work_is_read_in_full() -> None:
 
 def test_what_a_driver_does_not_tell_is_unknown() -> None:
     """The recorded H200 was never asked for its readings, and a driver may answer with all bits set."""
-    (one,), _ = gauges(replayed(m.recorded("h200")))
+    (one,), _ = read_gauges(replay_machine(m.recorded("h200")))
     assert (one.busy, one.power_w, one.temperature_c, one.clock_hz, one.throttles) == (None,) * 4 + ((),)
     assert one.memory_bytes
-    (odd,), _ = gauges(live.world({"busy": 2**32 - 1}))
+    (odd,), _ = read_gauges(live.world({"busy": 2**32 - 1}))
     assert odd.busy is None
 
 
 def test_older_drivers_know_the_reasons_by_another_name() -> None:
     record = m.machine([m.t4()])
     record["nvml"]["nvmlDeviceGetCurrentClocksThrottleReasons gpu0"] = {"answer": 0x8}
-    assert gauges(replayed(record))[0][0].throttles == ("hardware slowdown",)
+    assert read_gauges(replay_machine(record))[0][0].throttles == ("hardware slowdown",)
 
 
 def test_a_lost_gpu_says_so_a_hidden_one_is_left_out_and_none_has_a_reason() -> None:
@@ -71,16 +71,16 @@ def test_a_lost_gpu_says_so_a_hidden_one_is_left_out_and_none_has_a_reason() -> 
     hidden = m.h100(
         faults={f"nvmlDeviceGetMemoryInfo {m.MEMORY_V2}": (4, "x"), "nvmlDeviceGetMemoryInfo": (4, "x")}
     )
-    found, _ = gauges(replayed(m.machine([m.h100(), lost, hidden])))
+    found, _ = read_gauges(replay_machine(m.machine([m.h100(), lost, hidden])))
     assert [(one.key, one.fault) for one in found] == [("gpu0", ""), ("gpu1", "GPU is lost")]
-    assert gauges(NOTHING)[0] == ()
-    assert gauges(NOTHING)[1]
-    assert gauges(replayed(m.machine([])))[1] == "the driver shows none"
+    assert read_gauges(NOTHING)[0] == ()
+    assert read_gauges(NOTHING)[1]
+    assert read_gauges(replay_machine(m.machine([])))[1] == "the driver shows none"
 
 
 def test_a_gpu_in_slices_is_read_as_its_slices() -> None:
     mig = m.Mig(uuid="MIG-1", profile="3g.40gb", multiprocessors=60, memory_mib=40_000, instance=1)
-    found, _ = gauges(replayed(m.machine([m.h100(migs=[mig])])))
+    found, _ = read_gauges(replay_machine(m.machine([m.h100(migs=[mig])])))
     assert [(one.key, one.uuid) for one in found] == [("gpu0/mig0", "MIG-1")]
 
 
@@ -104,7 +104,7 @@ def run_view(**changes: Any) -> WatchedRun:
     return WatchedRun(**(facts | changes))
 
 
-def gauge(index: int = 0, **changes: Any) -> Gauge:
+def gauge(index: int = 0, **changes: Any) -> GpuReading:
     facts: dict[str, Any] = {
         "key": f"gpu{index}",
         "index": index,
@@ -115,10 +115,10 @@ def gauge(index: int = 0, **changes: Any) -> Gauge:
         "clock_hz": 1980e6,
         "top_clock_hz": 1980e6,
     }
-    return Gauge(**(facts | changes))
+    return GpuReading(**(facts | changes))
 
 
-def kinds(run: WatchedRun, *gauges_now: Gauge, looks: int = 5) -> list[tuple[str, str]]:
+def kinds(run: WatchedRun, *gauges_now: GpuReading, looks: int = 5) -> list[tuple[str, str]]:
     told = advise(run, samples.plan(), {one.key: [one] * looks for one in gauges_now}, steps=50)
     assert all(one.what and one.cure for one in told)
     return [(one.kind, one.where) for one in told]
@@ -213,7 +213,7 @@ def test_too_few_looks_or_steps_say_nothing() -> None:
 
 
 def followed(folder: Path, now: float, world: Machine = NOTHING) -> WatchedRun:
-    return RunFollower(folder).look(now, world, gauges(world)[0])
+    return RunFollower(folder).look(now, world, read_gauges(world)[0])
 
 
 def under_way(root: Path, *, pid: int = 0, host: str = "box", steps: int = 30) -> Path:
@@ -326,7 +326,7 @@ def test_the_gpus_of_a_run_are_those_of_its_process_and_of_its_plan(tmp_path: Pa
     # Nothing is known of the run on another machine, or where two GPUs could be it.
     assert followed(place, now, live.world({}, {}, pids=(77, 5), alive=False)).devices == ()
     record = live.at_work(m.machine([m.h100()], host={"process:77": "python"}))
-    assert followed(place, now, replayed(record)).devices == ("gpu0",)
+    assert followed(place, now, replay_machine(record)).devices == ("gpu0",)
 
 
 def test_runs_are_found_in_and_below_folders_and_a_missing_folder_is_an_error(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def watcher(world: Machine, *places: Path) -> tuple[RunWatcher, Clock]:
 
 def test_samples_come_by_the_clock_however_long_one_takes(tmp_path: Path) -> None:
     one, clock = watcher(NOTHING, under_way(tmp_path / "run"))
-    found: list[Sample] = []
+    found: list[WatchSample] = []
     for sample in one.samples(2.0, most=4):
         found.append(sample)
         clock.now_s += 0.5
@@ -428,12 +428,12 @@ def test_new_runs_are_found_while_watching(tmp_path: Path) -> None:
 BAD = "\x1b[31mred\x1b[0m\n<b>[bold]x[/bold]"
 
 
-def a_sample(words: str = "words", state: str = "running") -> Sample:
+def a_sample(words: str = "words", state: str = "running") -> WatchSample:
     event = Incident(kind=IncidentKind.RESUME, at_s=1.0, step=3, why=words, done=words)
     advice = Advice(kind="slow", where="", what=words, cure=words)
     run = run_view(folder=words, why=words, state=state, events=(event,), advice=(advice,), left_s=5000.0)
     held = (DeviceProcess(pid=7, used_bytes=GIB, name=words),)
-    return Sample(
+    return WatchSample(
         at_s=0.0,
         gpus=(
             gauge(
@@ -444,13 +444,13 @@ def a_sample(words: str = "words", state: str = "running") -> Sample:
                 temperature_c=60.0,
                 processes=held,
             ),
-            Gauge(key="gpu1", index=1, fault=words),
+            GpuReading(key="gpu1", index=1, fault=words),
         ),
         runs=(run,),
     )
 
 
-def drawn(sample: Sample, width: int) -> str:
+def drawn(sample: WatchSample, width: int) -> str:
     out = io.StringIO()
     Console(file=out, width=width, highlight=False).print(picture(sample))
     return out.getvalue()
@@ -483,7 +483,7 @@ def test_a_picture_has_the_figures_of_gpus_and_runs() -> None:
     ):
         assert shown in text
     assert "1h23m left" in text
-    empty = drawn(Sample(at_s=0.0, no_gpus="no driver"), 80)
+    empty = drawn(WatchSample(at_s=0.0, no_gpus="no driver"), 80)
     assert "no GPUs: no driver" in empty
     assert "no runs here" in empty
 
@@ -513,7 +513,7 @@ def test_json_is_one_sample_a_line(tmp_path: Path) -> None:
     place = under_way(tmp_path / "run")
     code, out, _ = command("watch", str(place), "--json", "--interval", "0.1", "--samples", "2")
     assert code == 0
-    found = [Sample.from_json(line) for line in out.splitlines()]
+    found = [WatchSample.from_json(line) for line in out.splitlines()]
     assert [one.runs[0].step for one in found] == [30, 30]
 
 

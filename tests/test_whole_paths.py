@@ -38,8 +38,8 @@ def shown(what: RenderableType, width: int) -> list[str]:
     [
         Text(SENTENCE),
         SENTENCE,
-        render.error(WrongUse(f"--to {LONG}", found=SENTENCE, cure="Name another file.")),
-        render.labelled("note", SENTENCE, "yellow"),
+        render.render_error(WrongUse(f"--to {LONG}", found=SENTENCE, cure="Name another file.")),
+        render.render_labelled("note", SENTENCE, "yellow"),
         table(),
         Group(Text("first"), Padding(table(), (0, 0, 0, 1), expand=False)),
     ],
@@ -53,11 +53,11 @@ def test_a_path_stays_whole_at_every_width(what: RenderableType, width: int) -> 
 
 def test_only_the_path_itself_is_wider_than_the_terminal() -> None:
     error = WrongUse("--to", found=SENTENCE, cure="Name another file.")
-    lines = shown(Group(Text("word " * 40), render.error(error)), 40)
+    lines = shown(Group(Text("word " * 40), render.render_error(error)), 40)
     assert [line.strip() for line in lines if len(line) > 40] == [LONG]
 
 
 def test_lines_of_a_note_begin_below_each_other() -> None:
-    first, *others = shown(render.labelled("note", "word " * 30, "yellow"), 40)
+    first, *others = shown(render.render_labelled("note", "word " * 30, "yellow"), 40)
     assert first.startswith("  note: word")
     assert all(line.startswith(" " * 8 + "word") for line in others)

@@ -11,7 +11,7 @@ import pytest
 import trimtab
 from trimtab import api
 from trimtab.catalog import glossary as module
-from trimtab.catalog.glossary import KINDS, Word, word, words
+from trimtab.catalog.glossary import KINDS, Word, find_word, words
 from trimtab.cli.main import main_code
 from trimtab.errors import UnknownName
 from trimtab.spec import Precision, Strategy
@@ -147,8 +147,8 @@ def test_a_word_is_found_as_people_type_it(typed: str, name: str) -> None:
 
 
 def test_nan_is_not_cured_by_fp16() -> None:
-    assert "backwards" in word("amp_dtype", ()).text
-    assert "fp16" in word("nan", ()).text
+    assert "backwards" in find_word("amp_dtype", ()).text
+    assert "fp16" in find_word("nan", ()).text
 
 
 def test_a_word_that_is_not_there_gives_the_nearest() -> None:
@@ -215,12 +215,12 @@ def test_every_sentence_on_use_names_a_verb_of_trimtab() -> None:
 
 
 def test_torchrun_restarts_only_where_it_is_told_to() -> None:
-    assert "--max-restarts" in word("torchrun", ()).what
+    assert "--max-restarts" in find_word("torchrun", ()).what
 
 
 def test_a_sentence_about_a_verb_appears_when_the_verb_does() -> None:
-    assert word("mesh", ()).use == ()
-    assert word("mesh", ("plan",)).use == ("`trimtab plan` prints it.",)
+    assert find_word("mesh", ()).use == ()
+    assert find_word("mesh", ("plan",)).use == ("`trimtab plan` prints it.",)
     assert "doctor" not in words(())
     assert "doctor" in words(("doctor",))
 

@@ -17,7 +17,7 @@ from bench import zoo
 
 from trimtab.catalog.facts import fallback_facts
 from trimtab.errors import CannotFollow, JobFailed, WrongUse
-from trimtab.predict.op_time import Rates, law
+from trimtab.predict.op_time import Rates, roofline_s
 from trimtab.spec import Work
 from trimtab.trace import cpu_check, fake_cuda, recurrent
 
@@ -280,17 +280,17 @@ class Job:
 def test_a_rehearsal_tries_the_micro_batch_where_a_small_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     asked = cpu_check.CpuCheck(job=f"{tmp_path}/job.py:Job", micro_batch=4)
-    assert cpu_check.run(asked) == {}
+    assert cpu_check.run_small_step(asked) == {}
     with pytest.raises(JobFailed, match=r"ValueError: three at least.*job\.py, line 8"):
-        cpu_check.run(asked.replace(micro_batch=2))
+        cpu_check.run_small_step(asked.replace(micro_batch=2))
 
 
 def test_a_model_that_is_too_large_is_not_tried(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     asked = cpu_check.CpuCheck(job=f"{tmp_path}/job.py:Job", overrides={"width": 2**30})
-    assert cpu_check.run(asked) == {"untried": "its weights take 4.0 GiB"}
+    assert cpu_check.run_small_step(asked) == {"untried": "its weights take 4.0 GiB"}
     error = CannotFollow("loss()", found="trimtab cannot follow aten::x here", cure="Go on.")
-    told = cpu_check.judged(error, cpu_check.CpuCheckResult(untried="its weights take 4.0 GiB"))
+    told = cpu_check.blame_error(error, cpu_check.CpuCheckResult(untried="its weights take 4.0 GiB"))
     assert "was not tried: its weights take 4.0 GiB. Go on." in str(told)
     assert told.exit_code == 1
 
@@ -298,8 +298,8 @@ def test_a_model_that_is_too_large_is_not_tried(tmp_path: Path) -> None:
 def test_a_failure_of_its_own_replaces_that_of_the_trace() -> None:
     error = CannotFollow("loss()", found="trimtab cannot follow aten::x here", cure="Go on.")
     own = JobFailed("loss()", found="ValueError: no", cure="Fix loss().")
-    assert cpu_check.judged(error, cpu_check.CpuCheckResult(failure=own)) is own
-    assert "The job itself is fine" in str(cpu_check.judged(error, cpu_check.CpuCheckResult()))
+    assert cpu_check.blame_error(error, cpu_check.CpuCheckResult(failure=own)) is own
+    assert "The job itself is fine" in str(cpu_check.blame_error(error, cpu_check.CpuCheckResult()))
 
 
 # ------------------------------------------------------------------------------------------ the parts
@@ -316,31 +316,31 @@ def test_a_failure_of_its_own_replaces_that_of_the_trace() -> None:
     ],
 )
 def test_what_belongs_to_a_package(file: str, installed: bool) -> None:
-    assert fake_cuda.is_installed(file) is installed
+    assert fake_cuda.is_library_file(file) is installed
 
 
 def test_a_matching_without_values_has_as_many_pairs() -> None:
     module = SimpleNamespace(linear_sum_assignment=lambda cost: ("real", cost))
-    fake_cuda.STAND_INS["scipy.optimize"](module)
+    fake_cuda.MODULE_PATCHES["scipy.optimize"](module)
     rows, columns = module.linear_sum_assignment(SimpleNamespace(fake_mode=1, shape=(100, 7)))
     assert list(rows) == list(columns) == list(range(7))
     assert module.linear_sum_assignment("cost") == ("real", "cost")
 
 
 def test_a_packed_batch_has_fewer_inputs_than_samples_times_steps() -> None:
-    assert recurrent.extent(torch.empty(9, 5), [4, 3, 2], batch_first=False) == (4, 3, 9)
-    assert recurrent.extent(torch.empty(4, 3, 5), [], batch_first=True) == (4, 3, 12)
+    assert recurrent.read_extent(torch.empty(9, 5), [4, 3, 2], batch_first=False) == (4, 3, 9)
+    assert recurrent.read_extent(torch.empty(4, 3, 5), [], batch_first=True) == (4, 3, 12)
 
 
 def test_cells_save_what_the_fused_kernels_save() -> None:
     gates, hidden = torch.empty(6, 3 * 8), torch.empty(6, 8)
-    state, saved = recurrent.gru_cell((gates, gates, hidden))
+    state, saved = recurrent.make_gru_cell_result((gates, gates, hidden))
     assert (state.shape, saved.shape) == ((6, 8), (6, 40))
-    assert [tuple(one.shape) for one in recurrent.gru_cell_backward((hidden, saved, True))] == [
+    assert [tuple(one.shape) for one in recurrent.make_gru_cell_gradients((hidden, saved, True))] == [
         (6, 24), (6, 24), (6, 8), (24,), (24,),
     ]  # fmt: skip
-    _, _, kept = recurrent.lstm_cell((torch.empty(6, 32), torch.empty(6, 32), hidden))
-    gradients = recurrent.lstm_cell_backward((None, None, hidden, hidden, kept, True))
+    _, _, kept = recurrent.make_lstm_cell_result((torch.empty(6, 32), torch.empty(6, 32), hidden))
+    gradients = recurrent.make_lstm_cell_gradients((None, None, hidden, hidden, kept, True))
     assert [tuple(gradient.shape) for gradient in gradients] == [(6, 32), (6, 8), (32,)]
 
 
@@ -353,7 +353,7 @@ def test_groups_that_run_one_after_another_take_longer_than_one_kernel() -> None
         flops=2 * 8 * 64 * 512 * 512,
         dims=(8, 64, 512, 512, 16),
     )
-    assert law(together.replace(kernels=8), device) > law(together, device)
+    assert roofline_s(together.replace(kernels=8), device) > roofline_s(together, device)
 
 
 # ------------------------------------------------------------------------------------------ the list

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.configs.targets import KeyIndex, find_roots
-from trimtab.errors import TrimtabError, UnknownName, WrongUse, nearest
+from trimtab.errors import TrimtabError, UnknownName, WrongUse, find_nearest
 from trimtab.spec import Noun, Precision
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _find_knob(name: str) -> TrainerKnob:
     all_knobs = load_knobs()
     if name in all_knobs:
         return all_knobs[name]
-    close = nearest(name, all_knobs)
+    close = find_nearest(name, all_knobs)
     meant = f"; the nearest are {', '.join(close[:3])}" if close else ""
     raise UnknownName(f"knob {name}", found=f"there is no such knob{meant}", cure=SEE)
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.configs.text_edit import format_path
-from trimtab.errors import BrokenFile, UnknownName, WrongUse, nearest
+from trimtab.errors import BrokenFile, UnknownName, WrongUse, find_nearest
 from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Strategy
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Knob(Noun, frozen=True, kw_only=True):
     def faults(self) -> list[str]:
         """The field and the words are ours."""
         if self.field not in FIELDS:
-            close = nearest(self.field, FIELDS)
+            close = find_nearest(self.field, FIELDS)
             meant = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(FIELDS)}"
             return [f"there is no field {self.field!r}{meant}"]
         wrong = [] if self.keys else [f"the knob for {self.field} names no key"]
@@ -282,7 +282,7 @@ def find_target(name: str, known: Sequence[ConfigTarget]) -> ConfigTarget:
     for target in known:
         if target.name == name:
             return target
-    close = nearest(name, [target.name for target in known])
+    close = find_nearest(name, [target.name for target in known])
     meant = f"; the nearest is {close[0]}" if close else ""
     raise UnknownName(
         f"--target {name}",

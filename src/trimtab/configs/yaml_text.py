@@ -40,7 +40,7 @@ from trimtab.configs.text_edit import (
     walk_nodes,
 )
 from trimtab.errors import WrongUse
-from trimtab.jobs.yaml_files import NULL, resolved
+from trimtab.jobs.yaml_files import NULL, parse_scalar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -300,9 +300,9 @@ def _resolve_scalar(text: str, tag: str, *, plain: bool) -> Any:
     if wanted == "str":
         return text
     if wanted == "float":
-        number = resolved(text)
+        number = parse_scalar(text)
         return float(number) if isinstance(number, int) and not isinstance(number, bool) else number
-    return resolved(text)
+    return parse_scalar(text)
 
 
 def format_yaml(value: Any, like: str = "") -> str:
@@ -341,7 +341,9 @@ def _format_boolean(value: bool, like: str) -> str:
 def _format_text(value: str, like: str) -> str:
     quote = like[:1] if like[:1] in ("'", '"') else ""
     is_plain = (
-        _SAFE.fullmatch(value) and isinstance(resolved(value), str) and not _LOOKS_LIKE_MORE.fullmatch(value)
+        _SAFE.fullmatch(value)
+        and isinstance(parse_scalar(value), str)
+        and not _LOOKS_LIKE_MORE.fullmatch(value)
     )
     if is_plain and not quote:
         return value

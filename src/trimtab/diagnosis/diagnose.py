@@ -17,7 +17,7 @@ from trimtab.diagnosis.log_scanner import LogScanner, Sighting, strip_escapes
 from trimtab.diagnosis.own_runs import EVENTS, describe_end, settle_runs
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, Plan
-from trimtab.training.run_folder import ATTEMPT_RECORD, IDENTITY, LOCK, LOG
+from trimtab.training.run_folder import ATTEMPT_FILE, IDENTITY_FILE, LOCK_FILE, LOG_FILE
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ ARCHIVES = {
     b"\x89PNG": "a picture",
     b"%PDF": "a PDF",
 }
-RUN_FILES = (LOG, ATTEMPT_RECORD, IDENTITY, LOCK, "summary.json", "summary.txt")
+RUN_FILES = (LOG_FILE, ATTEMPT_FILE, IDENTITY_FILE, LOCK_FILE, "summary.json", "summary.txt")
 """Files of a run's folder that say together how the run stands."""
 
 
@@ -183,15 +183,15 @@ class LogReader:
             pid, host = read_lock_holder(folder)
             seen = bool(pid) and host == where.host("name")
             alive = seen and where.host(f"process:{pid}") is not None
-            note = folder / ATTEMPT_RECORD
-            file = note if note.is_file() else folder / LOG
+            note = folder / ATTEMPT_FILE
+            file = note if note.is_file() else folder / LOG_FILE
             ends.append(describe_end(run, alive=alive if seen else None, host=host, file=str(file)))
         return ends
 
 
 def _is_run_folder(folder: Path) -> bool:
     """Return whether `trimtab train` wrote a folder: others write a log.jsonl as well."""
-    return (folder / ATTEMPT_RECORD).is_file()
+    return (folder / ATTEMPT_FILE).is_file()
 
 
 def _name_binary(head: bytes) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from trimtab.catalog.glossary import Word
-from trimtab.errors import shortened
+from trimtab.errors import shorten
 from trimtab.spec import Severity
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class DiagnosisKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def fill_template(self, template: str, captured: Mapping[str, str]) -> str:
         """Fill a sentence of the row with what the log said."""
-        values = self.defaults | {name: shortened(text, MOST_CAPTURED) for name, text in captured.items()}
+        values = self.defaults | {name: shorten(text, MOST_CAPTURED) for name, text in captured.items()}
         return _PLACE.sub(lambda place: values.get(place.group(1), "?"), template)
 
 

@@ -16,7 +16,7 @@ from trimtab.diagnosis.log_scanner import MOST_SIGHTINGS, PYTHON_ERROR, Sighting
 from trimtab.diagnosis.own_runs import STATES
 from trimtab.errors import WrongUse
 from trimtab.spec import Finding, Severity
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.units import GIB, KIB, MIB, TIB, format_bytes
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class Diagnosed(Finding, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Lines and times count from one."""
-        return [*super().faults(), *below(1, line=self.line, times=self.times)]
+        return [*super().faults(), *check_minimum(1, line=self.line, times=self.times)]
 
 
 class Diagnosis(Noun, frozen=True, kw_only=True):

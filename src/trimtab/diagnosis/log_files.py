@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
-from trimtab.errors import WrongUse, shortened
+from trimtab.errors import WrongUse, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,7 +63,7 @@ class LogSource:
             raw = self.path.open("rb")
         except OSError as error:
             raise WrongUse(
-                shortened(self.name),
+                shorten(self.name),
                 found=f"it cannot be read ({error.strerror})",
                 cure="Name a log, a folder of logs, or - for standard input.",
             ) from error
@@ -128,11 +128,11 @@ def find_sources(names: Sequence[str]) -> tuple[list[LogSource], list[str]]:
             there = is_folder or path.exists()
         except (OSError, ValueError) as error:
             raise WrongUse(
-                shortened(name), found=f"it is no path ({error})", cure="Name a log or a folder of logs."
+                shorten(name), found=f"it is no path ({error})", cure="Name a log or a folder of logs."
             ) from error
         if not there:
             raise WrongUse(
-                shortened(name),
+                shorten(name),
                 found="there is no such file",
                 cure="Name a log, a folder of logs, or - for standard input.",
             )

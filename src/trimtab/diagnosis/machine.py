@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.tables import bad_versions
 from trimtab.diagnosis.findings import SEVERITIES, Diagnosed, Diagnosis
-from trimtab.errors import nearest
+from trimtab.errors import find_nearest
 from trimtab.probe.detect import detect
-from trimtab.probe.host import memory_folders
+from trimtab.probe.host import memory_cgroups
 from trimtab.probe.machine import Machine, NvmlFault, this_machine
 from trimtab.spec import Finding, Severity
 from trimtab.units import GIB, MIB, format_bytes
@@ -193,7 +193,7 @@ def _check_memory(world: Machine, cluster: Cluster) -> Iterator[Finding]:
             cause="The kernel kills a process that asks for more, mostly a loader worker.",
             cure="Ask the scheduler for more memory, or end what holds it.",
         )
-    for folder in memory_folders(world):
+    for folder in memory_cgroups(world):
         killed = re.search(r"^oom_kill ([0-9]+)$", world.read(f"{folder}/memory.events") or "", re.MULTILINE)
         if killed and int(killed.group(1)):
             yield Finding(
@@ -373,7 +373,7 @@ def _check_torch(world: Machine, cluster: Cluster) -> Iterator[Finding]:
 
 def _check_allocator(world: Machine, _: Cluster) -> Iterator[Finding]:
     for variable in world.env:
-        near = variable.startswith("PYTORCH") and nearest(variable, ALLOCATOR_VARIABLES, count=1)
+        near = variable.startswith("PYTORCH") and find_nearest(variable, ALLOCATOR_VARIABLES, count=1)
         if near and variable not in ALLOCATOR_VARIABLES and "ALLOC" in variable.replace("ALOC", "ALLOC"):
             yield Finding(
                 severity=Severity.WARNING,
@@ -389,7 +389,7 @@ def _check_allocator(world: Machine, _: Cluster) -> Iterator[Finding]:
 def _check_allocator_options(variable: str, value: str) -> Iterator[Finding]:
     for option in re.sub(r"\[[^\]]*\]", "", value).split(",") if value.strip() else []:
         key, colon, setting = (part.strip() for part in option.partition(":"))
-        near = nearest(key, ALLOCATOR_KEYS, count=1)
+        near = find_nearest(key, ALLOCATOR_KEYS, count=1)
         if key not in ALLOCATOR_KEYS:
             meant = f": {near[0]} is" if near else ""
             yield _option_finding(variable, value, f"{key!r} is no option of torch's allocator{meant}", near)

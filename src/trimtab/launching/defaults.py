@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.configs.targets import PROJECT_FILE
-from trimtab.errors import BrokenFile, nearest
+from trimtab.errors import BrokenFile, find_nearest
 from trimtab.spec.base import Noun
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def parse_defaults(content: dict[str, Any], file: Path) -> LaunchDefaults:
 
 
 def _name_unknown(name: str, names: tuple[str, ...]) -> str:
-    close = nearest(name, names, count=1)
+    close = find_nearest(name, names, count=1)
     hint = f" (perhaps {close[0]})" if close else ""
     return f"{name!r}, which is none of {', '.join(names)}{hint}"
 

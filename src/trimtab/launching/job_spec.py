@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import WrongUse, shortened
+from trimtab.errors import WrongUse, shorten
 from trimtab.jobs.registry import FOLDER
 from trimtab.launching.quoting import check_path
 from trimtab.launching.resources import Resources
@@ -93,7 +93,7 @@ def _option_words(job: str, options: dict[str, Any]) -> Iterator[str]:
         if not isinstance(value, str | int | float):
             raise WrongUse(
                 f"the job's {name}",
-                found=f"it is {shortened(repr(value))}, which no command line can say",
+                found=f"it is {shorten(repr(value))}, which no command line can say",
                 cure="Set it in the job's own code, and plan again.",
             )
         if job.startswith(FOLDER) and name in SHAPES:

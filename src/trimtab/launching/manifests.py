@@ -170,9 +170,9 @@ def pod_resources(resources: Resources) -> dict[str, dict[str, str]]:
 
 def _gpu_resource(resources: Resources) -> str:
     """Return the device plugins' name of the GPUs."""
-    from trimtab.catalog.devices import typed
+    from trimtab.catalog.devices import find_typed_device
 
-    vendors = {typed(device)[0].vendor for device in resources.devices}
+    vendors = {find_typed_device(device)[0].vendor for device in resources.devices}
     return GPU_RESOURCES[Vendor.AMD if Vendor.AMD in vendors else Vendor.NVIDIA]
 
 

@@ -10,7 +10,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import WrongUse, shortened
+from trimtab.errors import WrongUse, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ def batch_value(option: str, text: str) -> str:
     _check_text(text)
     if not text or any(not letter.isprintable() for letter in text) or set(text) & {'"', "\\"}:
         raise WrongUse(
-            f"{option} {shortened(text)!r}",
+            f"{option} {shorten(text)!r}",
             found="a line of #SBATCH holds no line break, quotation mark, backslash or control character",
             cure="Give it a name without; a folder or a file can be reached through a link.",
         )
@@ -88,7 +88,7 @@ def batch_name(option: str, text: str) -> str:
     """Check the name of a partition, an account or the like."""
     if not _NAME.fullmatch(text):
         raise WrongUse(
-            f"--{option} {shortened(text)!r}",
+            f"--{option} {shorten(text)!r}",
             found="such a name has letters, digits and . _ - , : + @ = / and nothing else",
             cure=f"Give the {option} as `sinfo` or `sacctmgr` writes it.",
         )
@@ -166,4 +166,4 @@ def _check_text(text: str) -> None:
 
 
 def _name_error(text: str, found: str) -> WrongUse:
-    return WrongUse(shortened(repr(text)), found=found, cure="Give it another name.")
+    return WrongUse(shorten(repr(text)), found=found, cure="Give it another name.")

@@ -17,11 +17,18 @@ from trimtab.launching.quoting import check_path
 from trimtab.launching.resources import compute_resources
 from trimtab.launching.slurm import build_sbatch_launch
 from trimtab.spec import Launch, LaunchKind
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.spec.precision import BFLOAT16, FLOAT16
 from trimtab.strategies import strategy_of
-from trimtab.training.task import place
-from trimtab.training.torchrun import LOGS, RESTARTS, Fleet, Meeting, arguments, run_id
+from trimtab.training.task import choose_run_folder
+from trimtab.training.torchrun import (
+    LOGS_FOLDER,
+    RESTARTS,
+    Rendezvous,
+    TorchrunOptions,
+    build_arguments,
+    make_run_id,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,11 +57,11 @@ def build_local_launch(
         if name in here and name != "CUDA_VISIBLE_DEVICES" and name not in defaults.environment
     }
     given = {name: variable for name, variable in given.items() if name not in kept}
-    fleet = Fleet(
+    fleet = TorchrunOptions(
         procs=resources.procs,
         nodes=resources.nodes_text,
         rendezvous=rendezvous or "",
-        logs=f"{job_spec.out}/{LOGS}",
+        logs=f"{job_spec.out}/{LOGS_FOLDER}",
         restarts=RESTARTS if job_spec.restarts is None else job_spec.restarts,
     )
     several = resources.nodes > 1
@@ -66,7 +73,9 @@ def build_local_launch(
         command=tuple(build_train_command(job_spec, rendezvous=rendezvous)),
         environment={name: value for name, (value, _) in given.items()},
         why={name: why for name, (_, why) in given.items()},
-        starts=("torchrun", *arguments(fleet, Path("TASK"), run_id(job_spec.out))) if torchrun else (),
+        starts=("torchrun", *build_arguments(fleet, Path("TASK"), make_run_id(job_spec.out)))
+        if torchrun
+        else (),
         out=job_spec.out,
         notes=tuple(notes),
     )
@@ -151,14 +160,14 @@ def _deepspeed_words(job_spec: JobSpec, rendezvous: str | None) -> list[str]:
     return words
 
 
-def _read_meeting(rendezvous: str | None, nodes: int) -> Meeting:
+def _read_meeting(rendezvous: str | None, nodes: int) -> Rendezvous:
     if rendezvous is None:
         raise WrongUse(
             f"a plan for {nodes} nodes",
             found="they need a place to meet",
             cure=f"Give --rendezvous HOST:{PORT}, where HOST is one of them.",
         )
-    return Meeting.read(rendezvous)
+    return Rendezvous.parse(rendezvous)
 
 
 PLAN = "launch-plan.json"
@@ -208,7 +217,7 @@ class LaunchOrder(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Counts are possible."""
-        return below(1, steps=self.steps) + below(0, restarts=self.restarts)
+        return check_minimum(1, steps=self.steps) + check_minimum(0, restarts=self.restarts)
 
 
 def refuse_unused(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
@@ -227,7 +236,7 @@ def build_job_spec(
     order: LaunchOrder, plan: Plan, plan_file: str | None, defaults: LaunchDefaults
 ) -> JobSpec:
     """Build the job spec for a plan that is in a file or not yet."""
-    out = str(place(order.out, plan.job))
+    out = str(choose_run_folder(order.out, plan.job))
     if order.compares:
         out += f"-{plan.choice.gpus}gpu{'s' * (plan.choice.gpus > 1)}"
     check_path("--out", out)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
-from trimtab.spec.base import Noun, below
-from trimtab.training.torchrun import node_range
+from trimtab.spec.base import Noun, check_minimum
+from trimtab.training.torchrun import parse_node_range
 from trimtab.units import format_duration, plural
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class Resources(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """There is at least one of everything, and no more needed than there are."""
-        wrong = below(
+        wrong = check_minimum(
             1, nodes=self.nodes, least_nodes=self.least_nodes, procs=self.procs, cpus=self.cpus
-        ) + below(0, gpus=self.gpus, memory_bytes=self.memory_bytes, seconds=self.seconds)
+        ) + check_minimum(0, gpus=self.gpus, memory_bytes=self.memory_bytes, seconds=self.seconds)
         if self.least_nodes > self.nodes:
             wrong.append(f"least_nodes {self.least_nodes} is above nodes {self.nodes}")
         if self.gpus and self.gpus != self.procs:
@@ -62,7 +62,7 @@ class Resources(Noun, frozen=True, kw_only=True):
 
 def compute_resources(plan: Plan, *, nodes: str | None = None, steps: int | None = None) -> Resources:
     """Compute the resources of a plan. `nodes` is as for `trimtab train`; its maximum must be the plan's."""
-    least, most = (None, None) if nodes is None else node_range(nodes)
+    least, most = (None, None) if nodes is None else parse_node_range(nodes)
     by_node: dict[int, int] = {}
     for place in plan.places:
         by_node[place.node] = by_node.get(place.node, 0) + 1

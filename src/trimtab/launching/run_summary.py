@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
 from trimtab.files import write_atomic
-from trimtab.spec import Check, Summary
+from trimtab.spec import PredictionCheck, Summary
 from trimtab.training.run_folder import RunFolder
 from trimtab.units import format_bytes, format_duration
 
@@ -91,7 +91,9 @@ def _usual_steps(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) 
     return [line for line in counted if line.get("samples") == plan.choice.global_batch] or counted
 
 
-def _build_checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> tuple[Check, ...]:
+def _build_checks(
+    plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]
+) -> tuple[PredictionCheck, ...]:
     """Compare predictions with measurements on as many processes as were planned."""
     estimate = plan.estimate
     alike = [line for line in lines if line.get("gpus") == attempt.procs]
@@ -99,15 +101,15 @@ def _build_checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]])
     step_s = median(line["time_s"] for line in steps) if steps else None
     rate = plan.choice.global_batch / step_s if step_s else None
     checks = [
-        Check(what="step_s", predicted=estimate.step_s, real=step_s),
-        Check(what="samples_per_s", predicted=estimate.samples_per_s, real=rate),
+        PredictionCheck(what="step_s", predicted=estimate.step_s, real=step_s),
+        PredictionCheck(what="samples_per_s", predicted=estimate.samples_per_s, real=rate),
         # A plan without an estimate has zeros for bytes.
-        Check(
+        PredictionCheck(
             what="allocated_bytes",
             predicted=estimate.allocated_bytes or None,
             real=_highest_value(alike, "allocated_bytes"),
         ),
-        Check(
+        PredictionCheck(
             what="reserved_bytes",
             predicted=estimate.reserved_bytes or None,
             real=_highest_value(alike, "reserved_bytes"),
@@ -181,7 +183,7 @@ def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
 
 
-def _format_check(check: Check) -> str:
+def _format_check(check: PredictionCheck) -> str:
     shown = format_bytes if check.what.endswith("_bytes") else _format_number
     words = {"step_s": "seconds a step", "samples_per_s": "samples/s"}
     name = words.get(check.what, check.what.removesuffix("_bytes") + " memory")
@@ -219,7 +221,7 @@ def read_summary(folder: Path) -> Summary:
         raise WrongUse(given, found="there is no such folder", cure="Give the folder of a run, as in runs/a.")
     if not (folder / "run.json").exists():
         raise WrongUse(given, found="it is no run's folder", cure="Give the folder of a run, as in runs/a.")
-    lines = RunFolder(root=folder, main=False).lines()
+    lines = RunFolder(root=folder, main=False).read_lines()
     raise WrongUse(
         given,
         found=f"the run has not ended: it has taken {lines[-1]['step'] if lines else 0} steps",

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trimtab.errors import EnvironmentFault, JobFailed, WrongUse, shortened
+from trimtab.errors import EnvironmentFault, JobFailed, WrongUse, shorten
 from trimtab.files import write_atomic
 from trimtab.launching.job_spec import PROGRAM
 from trimtab.launching.jobs import NOTE, SlurmClient
@@ -48,9 +48,9 @@ def ask_slurm(command: Sequence[str]) -> str:
     if done.returncode:
         # Slurm's commands say last what it comes to; what they tried before fills a screen.
         last = (done.stderr or done.stdout).strip().splitlines()[-2:]
-        words = shortened(" ".join(" ".join(last).split()), 400)
+        words = shorten(" ".join(" ".join(last).split()), 400)
         raise EnvironmentFault(
-            shortened(shown),
+            shorten(shown),
             found=words or f"it ended with {done.returncode}",
             cure="Those are its own words; nothing was submitted."
             if command[0] == "sbatch"
@@ -99,7 +99,7 @@ def write_launch_files(launch: Launch) -> tuple[str, ...]:
             write_atomic(file, text)
         except OSError as error:
             raise WrongUse(
-                shortened(str(file)),
+                shorten(str(file)),
                 found=f"it cannot be written ({error.strerror})",
                 cure="Give another --out, in a folder that you may write to; nothing was started.",
             ) from error
@@ -117,7 +117,7 @@ def submit_launch(launch: Launch) -> Launch:
     if not number.isdigit():
         raise EnvironmentFault(
             " ".join(launch.command),
-            found=f"it printed {shortened(output)!r}, which is no number of a job",
+            found=f"it printed {shorten(output)!r}, which is no number of a job",
             cure="Look for the job with `squeue --me` before you submit it again.",
         )
     submitted = launch.replace(job_id=number)

@@ -25,8 +25,8 @@ from trimtab.pages.charts import (
     draw_stack,
 )
 from trimtab.pages.svg import Tick, format_number, pick_byte_unit, pick_time_unit, round_ticks, round_up
-from trimtab.render import gradient_words, setting_words
-from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan, Verdict
+from trimtab.render import describe_gradients, describe_setting
+from trimtab.spec import PARTS, Comparison, Estimate, EstimatedSetting, Plan, Verdict
 from trimtab.units import format_bytes, format_duration, plural
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def memory_figure(plan: Plan) -> Figure:
     largest = max(slices, key=lambda slice_: slice_.value)
     says += f"; {largest.name} take{'s' * (largest.name in ('context', 'workspace', 'communication'))} most."
     says += " The parts are what is live at the moment of the peak"
-    says += f": {words}." if (words := gradient_words(estimate)) else "."
+    says += f": {words}." if (words := describe_gradients(estimate)) else "."
     return Figure(
         "memory",
         "Memory by part",
@@ -235,7 +235,7 @@ def candidates_figure(plan: Plan) -> Figure | None:
         ("setting", "memory", "at most", "samples/s", "fits", "unbeaten"),
         tuple(
             (
-                setting_words(look.setting),
+                describe_setting(look.setting),
                 format_bytes(look.process_bytes),
                 format_bytes(look.high_bytes),
                 format_number(look.samples_per_s or 0),
@@ -247,11 +247,9 @@ def candidates_figure(plan: Plan) -> Figure | None:
     )
 
 
-def _candidate_point(look: Look, plan: Plan, size: int) -> ChartPoint:
+def _candidate_point(look: EstimatedSetting, plan: Plan, size: int) -> ChartPoint:
     rate = look.samples_per_s or 0.0
-    words = (
-        f"{setting_words(look.setting)}: {format_bytes(look.process_bytes)}, {format_number(rate)} samples/s"
-    )
+    words = f"{describe_setting(look.setting)}: {format_bytes(look.process_bytes)}, {format_number(rate)} samples/s"
     chosen = look.setting == plan.choice
     return ChartPoint(
         look.process_bytes / size,
@@ -262,12 +260,12 @@ def _candidate_point(look: Look, plan: Plan, size: int) -> ChartPoint:
     )
 
 
-def _frontier_line(gpus: int, ahead: list[Look], size: int) -> Front:
+def _frontier_line(gpus: int, ahead: list[EstimatedSetting], size: int) -> Front:
     places = tuple((look.process_bytes / size, look.samples_per_s or 0.0) for look in ahead)
     return Front(plural(gpus, "GPU"), places)
 
 
-def _collect_looks(plan: Plan) -> list[Look]:
+def _collect_looks(plan: Plan) -> list[EstimatedSetting]:
     """Return all candidates that were looked at; plans of earlier versions keep fewer."""
     looks = {look.setting: look for look in plan.looked_at}
     settings = [
@@ -278,7 +276,7 @@ def _collect_looks(plan: Plan) -> list[Look]:
     for setting, estimate in settings:
         looks.setdefault(
             setting,
-            Look(
+            EstimatedSetting(
                 setting=setting,
                 process_bytes=estimate.process_bytes,
                 high_bytes=estimate.band.high_bytes,
@@ -289,9 +287,9 @@ def _collect_looks(plan: Plan) -> list[Look]:
     return list(looks.values())
 
 
-def find_frontier(looks: Sequence[Look]) -> list[Look]:
+def find_frontier(looks: Sequence[EstimatedSetting]) -> list[EstimatedSetting]:
     """Return the candidates that fit and that no other beats in memory and speed, smallest first."""
-    best: list[Look] = []
+    best: list[EstimatedSetting] = []
     for look in sorted(
         (look for look in looks if look.fits),
         key=lambda look: (look.process_bytes, -(look.samples_per_s or 0)),
@@ -386,7 +384,7 @@ def _scaling_row(row: Comparison) -> Row:
     late = "-" if row.meets_deadline is None else "yes" if row.meets_deadline else "no"
     return (
         str(row.gpus),
-        setting_words(row.setting) if row.setting else row.why,
+        describe_setting(row.setting) if row.setting else row.why,
         format_bytes(estimate.process_bytes),
         "-" if estimate.samples_per_s is None else format_number(estimate.samples_per_s),
         "-" if estimate.hours is None else format_duration(3600 * estimate.hours),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from trimtab.pages import figures
 from trimtab.pages.svg import NARROW, WIDE, Markup, format_number, join_markup, pick_byte_unit, tag
-from trimtab.planner.validity import used
-from trimtab.render import setting_words
+from trimtab.planner.validity import describe_places
+from trimtab.render import describe_setting
 from trimtab.units import format_duration
 from trimtab.version import VERSION
 
@@ -128,8 +128,8 @@ def _build_header(data: ReportData) -> Markup:
 
 def _describe_setting(plan: Plan) -> str:
     """Describe the setting and its devices; a plan for the CPU has none."""
-    words = setting_words(plan.choice)
-    return f"{words} · {used(plan.places)}" if plan.places else words.partition(", ")[2]
+    words = describe_setting(plan.choice)
+    return f"{words} · {describe_places(plan.places)}" if plan.places else words.partition(", ")[2]
 
 
 def _build_tiles(name: str, tiles: Sequence[tuple[str, str]]) -> Markup:
@@ -302,7 +302,7 @@ def _describe_change(change: WhatIf) -> str:
     """Describe the setting, and the pin that it could not keep."""
     if change.setting is None:
         return change.why
-    return setting_words(change.setting) + (f"; {change.why}" if change.unpinned else "")
+    return describe_setting(change.setting) + (f"; {change.why}" if change.unpinned else "")
 
 
 def _section(name: str, title: str, *inner: Markup) -> Markup:

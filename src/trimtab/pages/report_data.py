@@ -11,7 +11,7 @@ from trimtab.errors import BrokenFile, WrongUse
 from trimtab.spec import Plan, StagedPlan
 from trimtab.spec.base import Noun
 from trimtab.training import run_folder
-from trimtab.training.run_folder import MARKS, RunRecord, noun_of
+from trimtab.training.run_folder import RUN_FILES, RunRecord, parse_noun
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,20 +58,20 @@ def read_report_data(place: Path) -> ReportData:
 
 
 def _read_run(place: Path) -> ReportData:
-    if not any((place / name).exists() for name in MARKS):
+    if not any((place / name).exists() for name in RUN_FILES):
         raise WrongUse(
             f"report {place}",
-            found=f"there is no {', no '.join(MARKS)} in it{_name_runs_below(place)}",
+            found=f"there is no {', no '.join(RUN_FILES)} in it{_name_runs_below(place)}",
             cure=CURE,
         )
     run = run_folder.read_run(place)
     if not run.lines and not run.events and run.plan is None:
         raise BrokenFile(
-            f"report {place}", found=f"nothing in it can be shown: {'; '.join(run.said)}", cure=CURE
+            f"report {place}", found=f"nothing in it can be shown: {'; '.join(run.notes)}", cure=CURE
         )
-    missing = run.said
-    if not run.lines and not any(text.startswith(run_folder.LOG) for text in missing):
-        missing = (*missing, f"{run_folder.LOG} is empty: the run has not taken a step")
+    missing = run.notes
+    if not run.lines and not any(text.startswith(run_folder.LOG_FILE) for text in missing):
+        missing = (*missing, f"{run_folder.LOG_FILE} is empty: the run has not taken a step")
     return ReportData(origin=str(place), plan=run.plan, run=run, missing=missing)
 
 
@@ -86,10 +86,10 @@ def _name_runs_below(place: Path) -> str:
 
 def _read_file(place: Path, data: bytes) -> ReportData:
     problems: list[str] = []
-    plan = noun_of(data, Plan, problems, name=place.name)
+    plan = parse_noun(data, Plan, problems, name=place.name)
     if plan is not None:
         return ReportData(origin=str(place), plan=plan, missing=tuple(problems))
-    staged = noun_of(data, StagedPlan, [], name=place.name)
+    staged = parse_noun(data, StagedPlan, [], name=place.name)
     if staged is not None and staged.stages:
         names = [stage.stage.name for stage in staged.stages]
         only = f"{len(names)} stages are planned ({', '.join(names)}); this page is about the first"

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from trimtab.render import inert
+from trimtab.render import escape_control
 from trimtab.units import GIB, KIB, MIB
 
 VOID = ("meta", "br")
@@ -29,7 +29,7 @@ def escape_text(value: object) -> Markup:
     >>> escape_text('<b>"hi"</b>\x1b[31m')
     '&lt;b&gt;&quot;hi&quot;&lt;/b&gt;\\x1b[31m'
     """
-    return value if isinstance(value, Markup) else Markup(escape(inert(str(value)), quote=True))
+    return value if isinstance(value, Markup) else Markup(escape(escape_control(str(value)), quote=True))
 
 
 def join_markup(parts: object, between: str = "") -> Markup:
@@ -55,7 +55,11 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
 
 
 def _attribute(value: object) -> str:
-    return format_coordinate(value) if isinstance(value, float) else escape(inert(str(value)), quote=True)
+    return (
+        format_coordinate(value)
+        if isinstance(value, float)
+        else escape(escape_control(str(value)), quote=True)
+    )
 
 
 def format_coordinate(value: float) -> str:

@@ -16,7 +16,7 @@ from trimtab.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.spec import Gauge, Plan, WatchedRun
+    from trimtab.spec import GpuReading, Plan, WatchedRun
 
 LOW_RATINGS = ("poor", "fair")
 SLOW = 0.85
@@ -44,7 +44,7 @@ STEPS_ENOUGH = 5
 
 
 def advise(
-    run: WatchedRun, plan: Plan | None, looks: Mapping[str, Sequence[Gauge]], *, steps: int
+    run: WatchedRun, plan: Plan | None, looks: Mapping[str, Sequence[GpuReading]], *, steps: int
 ) -> tuple[Advice, ...]:
     """Return advice about a running run.
 
@@ -92,7 +92,7 @@ def _advise_data(run: WatchedRun, plan: Plan | None) -> list[Advice]:
     ]
 
 
-def _advise_launches(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_launches(run: WatchedRun, seen: Mapping[str, list[GpuReading]]) -> list[Advice]:
     """Advise on GPUs that are idle though data is there: the host launches too slowly."""
     advice = []
     waits = "" if run.data_wait is None else f", and {run.data_wait:.0%} of a step waits for data"
@@ -114,7 +114,7 @@ def _advise_launches(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[A
     return advice
 
 
-def _advise_memory(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_memory(run: WatchedRun, seen: Mapping[str, list[GpuReading]]) -> list[Advice]:
     """Advise on GPUs that are busy moving bytes, at a low share of their peak."""
     advice = []
     for key, looks in seen.items():
@@ -133,7 +133,7 @@ def _advise_memory(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Adv
     return advice
 
 
-def _advise_throttling(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_throttling(seen: Mapping[str, list[GpuReading]]) -> list[Advice]:
     advice = []
     for key, looks in seen.items():
         last = looks[-1]
@@ -158,7 +158,7 @@ def _advise_throttling(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     return advice
 
 
-def _format_clocks(last: Gauge) -> str:
+def _format_clocks(last: GpuReading) -> str:
     parts = []
     if last.clock_hz and last.top_clock_hz:
         parts.append(f"{last.clock_hz / 1e6:.0f} of {last.top_clock_hz / 1e6:.0f} MHz")
@@ -169,7 +169,7 @@ def _format_clocks(last: Gauge) -> str:
     return f": {', '.join(parts)}" if parts else ""
 
 
-def _advise_full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_full(seen: Mapping[str, list[GpuReading]]) -> list[Advice]:
     advice = []
     for key, looks in seen.items():
         last, share = looks[-1], _full_share(looks)
@@ -186,7 +186,7 @@ def _advise_full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     return advice
 
 
-def _advise_shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_shared(seen: Mapping[str, list[GpuReading]]) -> list[Advice]:
     """Advise on other processes on the GPU of a run."""
     advice = []
     for key, looks in seen.items():
@@ -208,7 +208,7 @@ def _advise_shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     return advice
 
 
-def _advise_uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_uneven(seen: Mapping[str, list[GpuReading]]) -> list[Advice]:
     """Advise on one GPU that does much more than another, which waits for it."""
     busy = {
         key: share for key, looks in seen.items() if (share := _mean(look.busy for look in looks)) is not None
@@ -244,7 +244,7 @@ def _advise_slow(run: WatchedRun) -> list[Advice]:
     ]
 
 
-def _full_share(looks: Sequence[Gauge]) -> float | None:
+def _full_share(looks: Sequence[GpuReading]) -> float | None:
     last = looks[-1]
     return last.used_bytes / last.memory_bytes if last.used_bytes is not None and last.memory_bytes else None
 

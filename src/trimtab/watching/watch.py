@@ -11,9 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
-from trimtab.probe.nvml import gauges
-from trimtab.spec import Incident, Sample, WatchedRun
-from trimtab.training.run_folder import EVENTS, IDENTITY, LOCK, LOG, PLAN, Tail, attempt_of, is_step, plan_of
+from trimtab.probe.nvml import read_gauges
+from trimtab.spec import Incident, WatchedRun, WatchSample
+from trimtab.training.run_folder import (
+    EVENTS_FILE,
+    IDENTITY_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    PLAN_FILE,
+    JsonLineTail,
+    is_step,
+    read_attempt,
+    read_run_plan,
+)
 from trimtab.training.step_log import StepLine
 from trimtab.units import format_duration, parse_whole
 from trimtab.watching.advice import advise
@@ -22,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.probe.machine import Machine
-    from trimtab.spec import Attempt, Gauge, Plan
+    from trimtab.spec import Attempt, GpuReading, Plan
 
 DEEPEST = 3
 """Folders below the one given, in which runs are looked for."""
@@ -43,7 +53,7 @@ UNDER_WAY = ("starting", "running", "stalled")
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is a run's."""
-    return (folder / LOG).is_file() or (folder / IDENTITY).is_file()
+    return (folder / LOG_FILE).is_file() or (folder / IDENTITY_FILE).is_file()
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
@@ -87,7 +97,9 @@ def _runs_below(root: Path) -> list[Path]:
 
 def recent_runs(runs: Sequence[Path], now: float) -> list[Path]:
     """Keep the latest of the runs that wrote something in the last day."""
-    ages = {run: age for run in runs if (age := _file_age(run / LOG, now)) is not None and age < RECENT_S}
+    ages = {
+        run: age for run in runs if (age := _file_age(run / LOG_FILE, now)) is not None and age < RECENT_S
+    }
     kept = sorted(ages, key=lambda run: ages[run])[:MOST_UNNAMED]
     return [run for run in runs if run in kept]
 
@@ -102,17 +114,17 @@ class RunFollower:
     seen: int = 0
     """Steps that have been read."""
     plan: Plan | None = None
-    _log: Tail | None = None
-    _told: Tail | None = None
+    _log: JsonLineTail | None = None
+    _told: JsonLineTail | None = None
     _plan_at: float | None = None
 
-    def look(self, now: float, world: Machine, gauges: Sequence[Gauge]) -> WatchedRun:
+    def look(self, now: float, world: Machine, gauges: Sequence[GpuReading]) -> WatchedRun:
         """Return the state of the run now; devices only if they are certain."""
         self._read()
-        note = attempt_of(self.folder)
+        note = read_attempt(self.folder)
         plan, last = self.plan, self.lines[-1] if self.lines else None
         steps = _total_steps(note, plan)
-        silent = _file_age(self.folder / LOG, now)
+        silent = _file_age(self.folder / LOG_FILE, now)
         typical = statistics.median(line.time_s for line in self.lines) if self.lines else None
         state, why = self._state(note, steps, silent, typical, world)
         taken = sum(line.time_s for line in self.lines)
@@ -145,25 +157,25 @@ class RunFollower:
 
     def _read(self) -> None:
         """Read what is new in the folder."""
-        self._log = self._log or _open_at_end(self.folder / LOG)
-        self._told = self._told or _open_at_end(self.folder / EVENTS)
+        self._log = self._log or _open_at_end(self.folder / LOG_FILE)
+        self._told = self._told or _open_at_end(self.folder / EVENTS_FILE)
         before = self._log.at
         try:
-            for line in self._log.fresh(StepLine):
+            for line in self._log.read_new(StepLine):
                 if self._log.at < before:
-                    # The file was written anew: what was read of it is void.
+                    # The file was rewritten: discard what was read before.
                     self.lines.clear()
                     before = 0
                 if line is not None and is_step(line):
                     self.lines.append(line)
                     self.seen += 1
-            self.events += [event for event in self._told.fresh(Incident) if event is not None]
+            self.events += [event for event in self._told.read_new(Incident) if event is not None]
         except OSError:
             pass  # a file that is not there yet, or not for us to read
-        changed = _file_age(self.folder / PLAN, 0.0)
+        changed = _file_age(self.folder / PLAN_FILE, 0.0)
         if changed != self._plan_at:
             self._plan_at = changed
-            self.plan = plan_of(self.folder)
+            self.plan = read_run_plan(self.folder)
 
     def _state(
         self,
@@ -185,7 +197,7 @@ class RunFollower:
             return "gone", f"its process {pid} is no more, and it did not say that it ended"
         return _progress_state(silent, typical)
 
-    def _devices(self, world: Machine, gauges: Sequence[Gauge]) -> tuple[str, ...]:
+    def _devices(self, world: Machine, gauges: Sequence[GpuReading]) -> tuple[str, ...]:
         """Return this machine's GPUs that the run uses: by its process, the others by its plan.
 
         The plan counts GPUs as its process saw them, so it is believed only where it has the first one right.
@@ -218,7 +230,7 @@ def _progress_state(silent: float | None, typical: float | None) -> tuple[str, s
 def read_lock_holder(folder: Path) -> tuple[int, str]:
     """Return process and machine that train into a folder, by its lock; 0 if it does not say."""
     try:
-        words = (folder / LOCK).read_text(encoding="utf-8", errors="replace")[:300].split()
+        words = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:300].split()
     except OSError:
         return 0, ""
     if len(words) != 4 or words[0] != "process" or words[2] != "on":  # noqa: PLR2004 - process 12 on host
@@ -240,13 +252,13 @@ def _total_steps(note: Attempt | None, plan: Plan | None) -> int | None:
     return plan.workload.steps if plan is not None and plan.workload is not None else None
 
 
-def _open_at_end(file: Path) -> Tail:
+def _open_at_end(file: Path) -> JsonLineTail:
     """Return a tail that skips most of a file; it begins within a line, which is left out."""
     try:
         size = file.stat().st_size
     except OSError:
-        return Tail(file)
-    return Tail(file, at=max(0, size - FIRST_BYTES))
+        return JsonLineTail(file)
+    return JsonLineTail(file, at=max(0, size - FIRST_BYTES))
 
 
 def _file_age(file: Path, now: float) -> float | None:
@@ -265,9 +277,9 @@ def _median(values: list[float | None]) -> float | None:
 
 def _rate_mfu(mfu: float | None, plan: Plan | None) -> str | None:
     """Return the rating of a measured MFU, against the plan's reference."""
-    from trimtab.predict.estimate import rating
+    from trimtab.predict.estimate import rate_mfu
 
-    return None if mfu is None or plan is None else rating(mfu, plan.estimate.mfu_reference)
+    return None if mfu is None or plan is None else rate_mfu(mfu, plan.estimate.mfu_reference)
 
 
 KEPT_LOOKS = 10
@@ -290,13 +302,13 @@ class RunWatcher:
     now: Callable[[], float] = time.time
     wait: Callable[[float], None] = time.sleep
     followers: dict[Path, RunFollower] = field(default_factory=dict)
-    looks: dict[str, deque[Gauge]] = field(default_factory=dict)
+    looks: dict[str, deque[GpuReading]] = field(default_factory=dict)
     _found_s: float | None = None
 
-    def sample(self) -> Sample:
+    def sample(self) -> WatchSample:
         """Sample everything now."""
         now = self.now()
-        gauges_found, why = gauges(self.world)
+        gauges_found, why = read_gauges(self.world)
         for gauge in gauges_found:
             self.looks.setdefault(gauge.key, deque(maxlen=KEPT_LOOKS)).append(gauge)
         if self._found_s is None or now - self._found_s >= FIND_EVERY_S:
@@ -305,13 +317,13 @@ class RunWatcher:
             for place in found_runs:
                 self.followers.setdefault(place, RunFollower(place))
         runs = tuple(self._view(follower, now, gauges_found) for follower in self.followers.values())
-        return Sample(at_s=now, gpus=gauges_found, no_gpus=why, runs=runs)
+        return WatchSample(at_s=now, gpus=gauges_found, no_gpus=why, runs=runs)
 
-    def _view(self, follower: RunFollower, now: float, gauges_found: Sequence[Gauge]) -> WatchedRun:
+    def _view(self, follower: RunFollower, now: float, gauges_found: Sequence[GpuReading]) -> WatchedRun:
         view = follower.look(now, self.world, gauges_found)
         return view.replace(advice=advise(view, follower.plan, self.looks, steps=follower.seen))
 
-    def samples(self, interval_s: float, most: int | None = None) -> Iterator[Sample]:
+    def samples(self, interval_s: float, most: int | None = None) -> Iterator[WatchSample]:
         """Yield one sample each interval: forever, `most` times, or until all named runs have ended."""
         count = 0
         begun = self.now()
