@@ -542,7 +542,7 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
 
 
 def test_a_pipeline_is_not_compiled_and_needs_its_ranks() -> None:
-    with pytest.raises(WrongUse, match="where the compiler cannot follow"):
+    with pytest.raises(WrongUse, match="which a compiler cannot follow"):
         Run(pipeline(2, compile=True))
 
 
