@@ -815,9 +815,8 @@ def trace_entry(entry: Entry) -> Line:
         job=f"{entry.place}:{entry.name}", settings=(setting,), device=device, timeout_s=TIMEOUT_S
     )
     try:
-        answer = decode_answer(
-            worker._answer_requests(worker.prepare_job(requests), requests, worker.JobChecks())
-        )  # noqa: SLF001
+        ready = worker.prepare_job(requests)
+        answer = decode_answer(worker._answer_requests(ready, requests, worker.JobChecks()))  # noqa: SLF001
         if isinstance(answer, TrimtabError):
             raise answer
         trace = Trace.from_builtins(answer["trace"])

@@ -11,6 +11,7 @@ import trimtab
 from compare_traces import compare, load
 from shared_jobs import shared_job
 from test_cli import trimtab_cli
+from trimtab import cache
 from trimtab.api import make_request, make_setting
 from trimtab.errors import JobFailed, UnknownName, WrongUse
 from trimtab.exams.measure import StepMeasurement, make_case
@@ -132,7 +133,7 @@ def test_sharding_divides_what_a_rank_keeps() -> None:
 def test_a_second_question_is_answered_from_the_cache_and_a_changed_job_is_not(tmp_path: Path) -> None:
     job = job_file(tmp_path)
     first = estimate(job)
-    (entry,) = (tmp_path / "cache").glob("*-8.json")
+    (entry,) = cache.TRACES.folder.glob("*-8.json")
     before = entry.stat().st_mtime_ns
     assert estimate(job) == first
     assert entry.stat().st_mtime_ns == before

@@ -43,9 +43,9 @@ def forked(body: str, **env: str) -> list[str]:
     A process of its own, because whoever runs these tests has threads.
     """
     program = (
-        "import os, time\nfrom trimtab.trace.forks import forked\n"
+        "import os, time\nfrom trimtab.trace.forks import run_forked\n"
         + textwrap.dedent(body)
-        + "\nanswers = dict(forked(tasks, 'job j', timeout_s=3))\n"
+        + "\nanswers = dict(run_forked(tasks, 'job j', timeout_s=3))\n"
         + "print(*[answers[n].decode() for n in range(len(tasks))], sep='\\n')\n"
     )
     done = subprocess.run(

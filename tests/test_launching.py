@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import launch_plans as lp
-from trimtab import api
+from trimtab import api, cache
 from trimtab.cli.launch import launch_notes, launch_text
 from trimtab.errors import BrokenFile, EnvironmentFault, JobFailed, TrimtabError, UnknownName, WrongUse
 from trimtab.launching import defaults, manifests, request, slurm, submit
@@ -1113,8 +1113,8 @@ def test_a_job_without_data_is_said_before_it_is_started_and_refused_after(
     gone = api.launch(lp.on_cpus(1).replace(job="elsewhere.py:NoData"), kind="slurm")
     broken = api.launch(lp.on_cpus(1).replace(job="job.py:Broken"), kind="slurm")
     assert [one.fault for one in (fine, own, gone, broken) if isinstance(one, Launch)] == [""] * 4
-    # Remembered: asking a child process takes seconds.
-    assert list((at / "cache").glob("trainable-*"))
+    # Cached: asking a child process takes seconds.
+    assert list(cache.JOB_FAULTS.folder.iterdir())
 
 
 def test_words_and_lines_are_quoted_by_the_rules_of_their_language() -> None:

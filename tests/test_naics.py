@@ -249,7 +249,7 @@ def test_too_few_negatives_are_repeated_and_none_at_all_is_an_error() -> None:
     assert len({*negatives}) == 1
     assert anchor not in negatives
     none = {"anchor_level": 6, "positive_relation": "child"}
-    with pytest.raises(WrongUse, match="none of .* codes is an anchor with a positive and a negative"):
+    with pytest.raises(WrongUse, match=r"none of .* codes is an anchor with a positive and a negative"):
         trimtab.load("naics", codes=40, pairs=none).dataset()
 
 

@@ -260,11 +260,11 @@ def test_another_text_vocabulary_or_a_damaged_file_is_tokenised_again(tmp_path: 
 
 TOGETHER = """
 import sys
-from trimtab.jobs.text.corpus import find
+from trimtab.jobs.text.corpus import find_text
 from trimtab.jobs.text import tokens
-made = tokens._made
-tokens._made = lambda *given: print("made", flush=True) or made(*given)
-print(tokens.tokenised(find(sys.argv[1]), tokens.Learnt(300)).count, flush=True)
+made = tokens._write_tokens
+tokens._write_tokens = lambda *given: print("made", flush=True) or made(*given)
+print(tokens.tokenize(find_text(sys.argv[1]), tokens.BytePairTokenizer(300)).count, flush=True)
 """
 
 

@@ -285,7 +285,8 @@ def test_a_transposed_sparse_matrix_is_a_copy_out_of_order() -> None:
 
 def volume(*channels: int, side: int, kernel: int, arithmetic: str = "bf16") -> convolution.ConvolutionShape:
     return convolution.ConvolutionShape(
-        samples=2, in_channels=channels[0], out_channels=channels[1], image=(side,) * 3, out_image=(side,) * 3,
+        samples=2, in_channels=channels[0], out_channels=channels[1],
+        image=(side,) * 3, out_image=(side,) * 3,
         kernel=(kernel,) * 3, stride=1, groups=1, weight_in_channels=channels[0], is_channels_last=False,
         element_bytes=4 if arithmetic == "fp32" else 2, arithmetic=arithmetic,
     )  # fmt: skip
@@ -331,7 +332,8 @@ def test_volumes_with_channels_last_are_seen_as_such() -> None:
 
 def test_a_matrix_product_over_pixels_pads_nothing() -> None:
     shape = convolution.ConvolutionShape(
-        samples=8, in_channels=256, out_channels=150, image=(128, 128), out_image=(128, 128), kernel=(1, 1), stride=1,
+        samples=8, in_channels=256, out_channels=150, image=(128, 128), out_image=(128, 128),
+        kernel=(1, 1), stride=1,
         groups=1, weight_in_channels=256, is_channels_last=True, element_bytes=2, arithmetic="bf16",
     )  # fmt: skip
     assert convolution.workspace_bytes(shape, "forward") == convolution.workspace_bytes(shape, "source") == 0

@@ -204,8 +204,8 @@ port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"""
 TAIL = f'''\
 code=$?
 
-# {STOPPED}: Slurm warned of the time limit, and the run has saved. {ENDED}: the job got SIGTERM, for example because
-# it was preempted. It exits before its grace period ends, so Slurm does not requeue it by itself.
+# {STOPPED}: Slurm warned of the time limit, and the run has saved. {ENDED}: the job got SIGTERM, for example
+# because it was preempted. It exits before its grace period ends, so Slurm does not requeue it by itself.
 preempted() {{ [[ "$(scontrol --oneliner show job "$SLURM_JOB_ID")" == *" PreemptTime="[0-9]* ]]; }}
 if [ "$code" -eq {STOPPED} ] || {{ [ "$code" -eq {ENDED} ] && preempted; }}; then
   [ "${{SLURM_RESTART_COUNT:-0}}" -ge {REQUEUES} ] || scontrol requeue "$SLURM_JOB_ID"

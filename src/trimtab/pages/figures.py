@@ -249,7 +249,8 @@ def candidates_figure(plan: Plan) -> Figure | None:
 
 def _candidate_point(look: EstimatedSetting, plan: Plan, size: int) -> ChartPoint:
     rate = look.samples_per_s or 0.0
-    words = f"{describe_setting(look.setting)}: {format_bytes(look.process_bytes)}, {format_number(rate)} samples/s"
+    memory, speed = format_bytes(look.process_bytes), format_number(rate)
+    words = f"{describe_setting(look.setting)}: {memory}, {speed} samples/s"
     chosen = look.setting == plan.choice
     return ChartPoint(
         look.process_bytes / size,
