@@ -119,7 +119,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @pytest.mark.parametrize(("name", "file", "text"), ALL, ids=IDS)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(one=plans())
+@given(plan=plans())
 def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
     name: str, file: str, text: str, plan: Plan
 ) -> None:

@@ -38,7 +38,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "text"
 
 
-@pytest.mark.parametrize("name", ["jobs.text.corpus", "jobs.text.pieces", "jobs.text.blocks", "jobs.slm"])
+@pytest.mark.parametrize("name", ["jobs.text.corpus", "jobs.text.byte_pairs", "jobs.text.blocks", "jobs.slm"])
 def test_the_examples_are_true(name: str) -> None:
     assert doctest.testmod(import_module(f"trimtab.{name}")).failed == 0
 
