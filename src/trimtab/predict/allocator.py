@@ -240,7 +240,7 @@ def _summarize_replay(
 def round_size(size: int, config: AllocatorConfig) -> int:
     """Return the block size of a request: the next multiple of 512, or of a share of its power of two.
 
-    With 4 divisions, 1200 KiB lies between 1024 and 2048 KiB, whose steps are 256 KiB: 1280 KiB.
+    With 4 divisions, 1200 KiB is between 1024 and 2048 KiB, whose steps are 256 KiB: 1280 KiB.
     """
     if size < MIN_BLOCK:
         return MIN_BLOCK
