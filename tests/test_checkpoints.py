@@ -89,7 +89,7 @@ def advance(objects: dict[str, Any], steps: int, *, average: bool = False) -> fl
 
 
 @pytest.fixture
-def broadcast() -> list[Incident]:
+def incidents() -> list[Incident]:
     return []
 
 
@@ -102,9 +102,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(
-    folder: Path, steps: tuple[int, ...], told: list[Incident] | None = None, **kwargs: Any
+    folder: Path, steps: tuple[int, ...], incidents: list[Incident] | None = None, **kwargs: Any
 ) -> CheckpointManager:
-    keeper = CheckpointManager(folder, report=(told if told is not None else []).append, **kwargs)
+    keeper = CheckpointManager(folder, report=(incidents if incidents is not None else []).append, **kwargs)
     objects = build(0)
     for step in steps:
         advance(objects, step - objects["scheduler"].last_epoch)
@@ -269,7 +269,7 @@ HARM: dict[str, Callable[[Path], None]] = {"cut": _cut, "flip": _flip, "gone": P
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "plain-0.pt", MANIFEST])
 @pytest.mark.parametrize("harm", HARM)
 def test_a_torn_checkpoint_falls_back_to_the_one_before(
-    tmp_path: Path, two: Path, told: list[Incident], harm: str, file: str
+    tmp_path: Path, two: Path, incidents: list[Incident], harm: str, file: str
 ) -> None:
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     target = tmp_path / "step-00000004" / file
@@ -281,64 +281,64 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before(
     else:
         HARM[harm](target)
     other = build(1)
-    loaded = CheckpointManager(tmp_path, report=told.append).load_latest(other)
+    loaded = CheckpointManager(tmp_path, report=incidents.append).load_latest(other)
     assert loaded is not None
     assert loaded.step == 2
-    assert [incident.kind for incident in told] == [IncidentKind.BAD_CHECKPOINT]
-    assert told[0].step == 4
+    assert [incident.kind for incident in incidents] == [IncidentKind.BAD_CHECKPOINT]
+    assert incidents[0].step == 4
     named = {("stray", file): "stray.txt", ("flip", MANIFEST): "does not hold what was written"}
-    assert named.get((harm, file), file) in told[0].why
+    assert named.get((harm, file), file) in incidents[0].why
     assert advance(other, 4) == expected(6)
-    # It is not tried, and not told of, again.
-    assert CheckpointManager(tmp_path, report=told.append).load_latest(build(1)) is not None
-    assert len(told) == 1
+    # It is neither tried nor reported again.
+    assert CheckpointManager(tmp_path, report=incidents.append).load_latest(build(1)) is not None
+    assert len(incidents) == 1
 
 
 def test_when_all_are_torn_there_is_nothing_to_load_and_each_is_told(
-    tmp_path: Path, told: list[Incident]
+    tmp_path: Path, incidents: list[Incident]
 ) -> None:
     saved(tmp_path, (1, 2))
     for path in tmp_path.glob("step-*"):
         _cut(path / "__0_0.distcp")
-    assert CheckpointManager(tmp_path, report=told.append).load_latest(build(1)) is None
-    assert [incident.step for incident in told] == [2, 1]
+    assert CheckpointManager(tmp_path, report=incidents.append).load_latest(build(1)) is None
+    assert [incident.step for incident in incidents] == [2, 1]
 
 
 def test_torn_frozen_weights_are_taken_from_the_model_and_written_again(
-    tmp_path: Path, told: list[Incident]
+    tmp_path: Path, incidents: list[Incident]
 ) -> None:
     saved(tmp_path, (2,))
     _flip(tmp_path / "frozen-00000002" / "__0_0.distcp")
-    other, keeper = build(0), CheckpointManager(tmp_path, report=told.append)
+    other, keeper = build(0), CheckpointManager(tmp_path, report=incidents.append)
     loaded = keeper.load_latest(other)
     assert loaded is not None
-    assert "frozen weights" in told[0].why
+    assert "frozen weights" in incidents[0].why
     assert advance(other, 4) == expected(6)
     keeper.save(6, other, wait=True)
     assert find_fault(tmp_path / "frozen-00000006") == ""
 
 
-def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path, told: list[Incident]) -> None:
+def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path, incidents: list[Incident]) -> None:
     saved(tmp_path, (1,))
 
     def full(step: int) -> None:
         if step == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    keeper, objects = CheckpointManager(tmp_path, report=told.append, before_write=full), build(0)
+    keeper, objects = CheckpointManager(tmp_path, report=incidents.append, before_write=full), build(0)
     keeper.save(2, objects, wait=True)
     assert keeper.finish() is None
-    assert [incident.kind for incident in told] == [IncidentKind.FULL_DISK]
+    assert [incident.kind for incident in incidents] == [IncidentKind.FULL_DISK]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["frozen-00000001", "step-00000001"]
     keeper.save(3, objects, wait=True)
     assert keeper.finish() == 3
-    assert len(told) == 1
+    assert len(incidents) == 1
 
 
 def test_a_file_that_cannot_be_written_to_its_end_leaves_nothing_behind(
-    tmp_path: Path, told: list[Incident]
+    tmp_path: Path, incidents: list[Incident]
 ) -> None:
-    keeper = saved(tmp_path, (1,), told)
+    keeper = saved(tmp_path, (1,), incidents)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Python ignores the signal that comes with it, so that the write itself fails, in the middle of a file.
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
@@ -346,7 +346,7 @@ def test_a_file_that_cannot_be_written_to_its_end_leaves_nothing_behind(
         keeper.save(2, build(0), wait=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [incident.kind for incident in told] == [IncidentKind.FULL_DISK]
+    assert [incident.kind for incident in incidents] == [IncidentKind.FULL_DISK]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["frozen-00000001", "step-00000001"]
 
 
@@ -430,7 +430,7 @@ def resharded(rank: int, folder: str, phase: tuple[int, str, int, int]) -> dict[
     from torch.distributed.fsdp import fully_shard
 
     size, how, start, stop = phase
-    told: list[Incident] = []
+    incidents: list[Incident] = []
     # Only the very first phase begins with the weights that the reference begins with.
     model = build(start)["model"]
     if how == "fsdp":
@@ -439,25 +439,31 @@ def resharded(rank: int, folder: str, phase: tuple[int, str, int, int]) -> dict[
     if how == "branch":
         keep_branch(model, {"left": "left", "right": "right"}, ("left", "right")[rank])
     objects = alike(model)
-    keeper = CheckpointManager(folder, report=told.append)
+    keeper = CheckpointManager(folder, report=incidents.append)
     loaded = keeper.load_latest(objects)
     loss = advance(objects, stop - start, average=how == "ddp")
     keeper.save(stop, objects, {"by": size})
     kept = keeper.finish()
     sharded = isinstance(model.head.weight, DTensor)
-    return {"loss": loss, "kept": kept, "loaded": loaded and loaded[:3], "told": told, "sharded": sharded}
+    return {
+        "loss": loss,
+        "kept": kept,
+        "loaded": loaded and loaded[:3],
+        "incidents": incidents,
+        "sharded": sharded,
+    }
 
 
 def disturbed(rank: int, folder: str) -> dict[str, Any]:
     """A disk that is full on one rank alone, a torn file, another model on one rank."""
-    told: list[Incident] = []
+    incidents: list[Incident] = []
 
     def full(step: int) -> None:
         if rank == 1 and step == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     objects = build(0)
-    keeper = CheckpointManager(folder, report=told.append, before_write=full)
+    keeper = CheckpointManager(folder, report=incidents.append, before_write=full)
     for step in (1, 2, 3):
         keeper.save(step, objects)
     kept = keeper.finish()
@@ -465,15 +471,21 @@ def disturbed(rank: int, folder: str) -> dict[str, Any]:
     if rank == 0:
         _cut(Path(folder, "step-00000003", "plain-1.pt"))
     keeper.ranks.broadcast(None)
-    loaded = CheckpointManager(folder, report=told.append).load_latest(objects)
+    loaded = CheckpointManager(folder, report=incidents.append).load_latest(objects)
     if rank == 1:
         objects["model"].left = nn.Linear(7, 3).double()
     try:
-        CheckpointManager(folder, report=told.append).load_latest(objects)
+        CheckpointManager(folder, report=incidents.append).load_latest(objects)
         raised = ""
     except WrongUse as error:
         raised = str(error)
-    return {"kept": kept, "files": files, "step": loaded and loaded.step, "told": told, "raised": raised}
+    return {
+        "kept": kept,
+        "files": files,
+        "step": loaded and loaded.step,
+        "incidents": incidents,
+        "raised": raised,
+    }
 
 
 def all_phases(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -507,7 +519,7 @@ def test_two_ranks_then_three_sharded_then_two_of_branches_then_one_continue_the
             wanted = advance(reference, stop - start)
             assert [one["loss"] for one in seen] == pytest.approx([wanted] * ranks, abs=1e-12)
         assert {one["kept"] for one in seen} == {stop}
-        assert [one["told"] for one in seen] == [[]] * ranks
+        assert [one["incidents"] for one in seen] == [[]] * ranks
         assert {one["sharded"] for one in seen} == {how == "fsdp"}
         assert {one["loaded"] and one["loaded"][0] for one in seen} == {start or None}
     objects = alike(build(9)["model"])
@@ -524,8 +536,8 @@ def test_all_ranks_agree_on_what_one_of_them_could_not_write_or_read(
     assert first["kept"] == second["kept"] == 3
     assert {"plain-0.pt", "plain-1.pt", "manifest.json"} < set(first["files"])
     assert first["step"] == second["step"] == 1
-    assert [one.kind for one in first["told"]] == [IncidentKind.FULL_DISK, IncidentKind.BAD_CHECKPOINT]
-    assert second["told"] == []
+    assert [one.kind for one in first["incidents"]] == [IncidentKind.FULL_DISK, IncidentKind.BAD_CHECKPOINT]
+    assert second["incidents"] == []
     assert "model:left.weight" in first["raised"]
     assert "model:left.weight" in second["raised"]
 
