@@ -334,7 +334,7 @@ def test_a_teacher_is_the_model_without_adapters() -> None:
             nn.init.normal_(one, std=0.5)
     before = job.loss(model, batch).item()
     words = model.llama.get_input_embeddings()
-    ask = model._taught  # noqa: SLF001 - what it says shows in no other way
+    ask = model._teacher_hidden  # noqa: SLF001 - what it says shows in no other way
     taught = ask(model.llama, words, batch["answers"]["llama"])
     for name, one in learning(model).items():
         if name.endswith("up.weight"):
@@ -562,7 +562,7 @@ def damaged(folder: Path, into: Path, how: str) -> Path:
         ("a file is cut", "cannot be read"),
         ("another shape", "has the shape"),
         ("more layers", "the files have no model.layers.2."),
-        ("no decoder", "no decoder"),
+        ("no decoder", "is not a causal decoder"),
         ("pickled", "runs whatever code"),
         ("bad index", "cannot be read"),
         ("unknown", "no model_type 'lama'"),

@@ -223,7 +223,7 @@ def test_a_tokenizer_without_its_files_is_an_error_with_a_way_out(
         (tmp_path / file).write_text(text, encoding="utf-8")
     with pytest.raises(WrongUse, match=found) as caught:
         trimtab.load(name, seq=16, data=TEXT).dataset()
-    assert "tokens are then learnt from the text" in caught.value.cure
+    assert "a tokenizer is then trained on the text" in caught.value.cure
 
 
 def test_a_tokenizer_of_another_model_and_a_vocabulary_below_bytes_are_refused(tmp_path: Path) -> None:

@@ -616,7 +616,7 @@ def test_images_have_no_length_and_convolutions_no_adapters(tmp_path: Path) -> N
     name = written(tmp_path, "ResNetConfig", RESNET, "ResNetForImageClassification")
     with pytest.raises(WrongUse, match="reads images"):
         trimtab.load(name, seq=8).model()
-    with pytest.raises(WrongUse, match="no linear layer but its head"):
+    with pytest.raises(WrongUse, match="no linear layer except its head"):
         trimtab.load(name, lora=8).model()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.modules.setdefault("silent_worker", sys.modules["__main__"])
 from trimtab.trace import child_process, worker
-from trimtab.trace.forks import forked
+from trimtab.trace.forks import run_forked
 
 if os.environ.get("NO_SIGNAL"):
     child_process._ask_for_signal = lambda: False
@@ -34,15 +34,15 @@ def inner(say):
 
 def outer(say):
     note("fork")
-    list(forked([inner], "job", timeout_s=600))
+    list(run_forked([inner], "job", timeout_s=600))
 
 def answers(job, requests, sure):
     note("worker")
-    list(forked([outer], "job", timeout_s=600))
+    list(run_forked([outer], "job", timeout_s=600))
 
-worker.ready = lambda requests: None
-worker._answers = answers
-worker._stay()
+worker.prepare_job = lambda requests: None
+worker._answer_requests = answers
+worker._serve_requests()
 """
 PARENT = """
 import os

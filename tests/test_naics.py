@@ -257,10 +257,10 @@ def test_too_few_negatives_are_repeated_and_none_at_all_is_an_error() -> None:
     ("given", "error", "found"),
     [
         ({"anchor_levels": 5}, UnknownName, "did you mean anchor_level"),
-        ({"anchor_level": 1}, WrongUse, "none of 2 to 6"),
-        ({"anchor_level": True}, WrongUse, "none of 2 to 6"),
+        ({"anchor_level": 1}, WrongUse, "it is not one of 2 to 6"),
+        ({"anchor_level": True}, WrongUse, "it is not one of 2 to 6"),
         ({"positive_relation": "aunt"}, UnknownName, "no such relation"),
-        ({"relation_margin": 2.5}, WrongUse, "none of 0 to 24"),
+        ({"relation_margin": 2.5}, WrongUse, "it is not one of 0 to 24"),
     ],
 )
 def test_conditions_that_cannot_be_are_refused(
