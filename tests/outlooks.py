@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import JobFailed
-from trimtab.planner.protocol import LowerBound, available_bytes
+from trimtab.planner.estimator_interface import LowerBound, available_bytes
 from trimtab.spec import Allocator, Band, Estimate, Footprint, Recompute, Strategy, Verdict, Workload
 from trimtab.units import GIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trimtab.planner.protocol import Layout
+    from trimtab.planner.estimator_interface import Layout
     from trimtab.spec import Device, Setting
 
 KEPT = {Recompute.NONE: 1.0, Recompute.SELECTIVE: 0.6, Recompute.FULL: 0.2}

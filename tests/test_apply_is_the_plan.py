@@ -23,7 +23,7 @@ from trimtab.configs.plan_edits import (
 )
 from trimtab.configs.show import find_job, read_options
 from trimtab.configs.targets import builtin_targets, find_site
-from trimtab.planner import validity
+from trimtab.planner import plan_files
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Workload
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def opened(file: Path) -> tuple[ConfigTarget, OpenedConfig]:
 
 def test_a_plan_finds_its_job_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Workload(name="mine", global_batch=8)
-    monkeypatch.setattr(validity, "summarize_job", lambda *_: told)
+    monkeypatch.setattr(plan_files, "summarize_job", lambda *_: told)
     made, other, plans = (tmp_path / name for name in ("made", "other", "plans"))
     for folder in (made, other, plans):
         folder.mkdir()

@@ -20,7 +20,7 @@ from trimtab.configs.files import write_files
 from trimtab.configs.show import Display, build_display, find_job
 from trimtab.configs.targets import builtin_targets, find_target
 from trimtab.errors import NothingFits, UnknownName, WrongUse
-from trimtab.planner.validity import rebuild_cluster
+from trimtab.planner.plan_files import rebuild_cluster
 from trimtab.spec import Band, Footprint, Precision, RankPlacement, Recompute, Setting
 from trimtab.units import GIB
 

@@ -13,7 +13,7 @@ from trimtab.catalog.clusters import parse_cluster
 from trimtab.predict.derive import has_same_program
 from trimtab.predict.memory import estimate_memory
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Trace, Work
-from trimtab.trace.block_growth import extend_blocks, match_blocks
+from trimtab.trace.extend_blocks import extend_blocks, match_blocks
 from trimtab.trace.repeated_blocks import MIN_LENGTH, are_blocks_equal, cut_blocks, find_cuttable_lists
 from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
-from trimtab.training import rank_files as control_module
+from trimtab.training import rank_messages as control_module
 from trimtab.training import torchrun
-from trimtab.training.rank_files import RankFailure, RankFiles
+from trimtab.training.rank_messages import RankFailure, RankFiles
 from trimtab.training.torchrun import Rendezvous
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from trimtab import spec
 from trimtab.catalog.clusters import device_from_row, parse_cluster
 from trimtab.catalog.tables import devices
 from trimtab.errors import JobFailed, NothingFits, UnknownName, WrongUse
-from trimtab.planner import batch_split, decision, explanations, pins, validity
+from trimtab.planner import batch_split, decision, explanations, pins, plan_files
 from trimtab.planner import search as searching
 from trimtab.planner.batch_split import (
     divide_evenly,
@@ -52,7 +52,7 @@ from trimtab.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.planner.protocol import Layout
+    from trimtab.planner.estimator_interface import Layout
     from trimtab.spec import Workload
 
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -956,7 +956,10 @@ def test_a_pinned_micro_batch_keeps_unlike_gpus_apart_with_a_reason() -> None:
 def prints(plan: Plan, **changes: str) -> dict[str, str]:
     assert plan.workload is not None
     versions = {"trimtab": "0.1.0", "torch": "2.13.0"}
-    return {**validity.collect_fingerprints("a/job.py:Fake", plan.workload, plan.places, versions), **changes}
+    return {
+        **plan_files.collect_fingerprints("a/job.py:Fake", plan.workload, plan.places, versions),
+        **changes,
+    }
 
 
 def fresh() -> Plan:
@@ -966,9 +969,9 @@ def fresh() -> Plan:
 
 def test_a_plan_that_nothing_changed_for_still_holds() -> None:
     plan = fresh()
-    assert validity.list_changes(plan, prints(plan), parse_cluster("4xA100-40GB")) == []
-    assert validity.list_changes(plan, prints(plan), parse_cluster("8xA100-40GB")) == []
-    assert validity.list_changes(plan, prints(plan), None) == []
+    assert plan_files.list_changes(plan, prints(plan), parse_cluster("4xA100-40GB")) == []
+    assert plan_files.list_changes(plan, prints(plan), parse_cluster("8xA100-40GB")) == []
+    assert plan_files.list_changes(plan, prints(plan), None) == []
 
 
 @pytest.mark.parametrize(
@@ -984,18 +987,18 @@ def test_a_plan_that_nothing_changed_for_still_holds() -> None:
 )
 def test_a_stale_plan_says_what_changed(changes: dict[str, str], on: str, said: str) -> None:
     plan = fresh()
-    found = validity.list_changes(plan, prints(plan, **changes), parse_cluster(on))
+    found = plan_files.list_changes(plan, prints(plan, **changes), parse_cluster(on))
     assert len(found) == 1
     assert said in found[0]
     with pytest.raises(WrongUse, match="it is stale"):
-        validity.refuse_stale(plan, "plan.json", found)
+        plan_files.refuse_stale(plan, "plan.json", found)
 
 
 def test_a_gpu_that_is_no_longer_free_makes_a_plan_stale() -> None:
     plan = fresh()
     where = parse_cluster("4xA100-40GB")
     busy = tuple(device.replace(free_bytes=GIB) for device in where.nodes[0].devices)
-    found = validity.list_changes(
+    found = plan_files.list_changes(
         plan, prints(plan), where.replace(nodes=(where.nodes[0].replace(devices=busy),))
     )
     assert "1.0 GiB is free" in found[0]
@@ -1189,7 +1192,7 @@ def test_a_failure_is_remembered_and_told_again() -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("module", [explanations, batch_split, pins, searching, validity])
+@pytest.mark.parametrize("module", [explanations, batch_split, pins, searching, plan_files])
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     assert doctest.testmod(module).failed == 0
 

@@ -14,6 +14,7 @@ import pytest
 import trimtab
 from outlooks import Law, workload
 from trimtab.catalog.clusters import parse_cluster
+from trimtab.engine.step import ARRANGED
 from trimtab.errors import WrongUse
 from trimtab.planner import decision
 from trimtab.planner.decision import PlanQuestion
@@ -429,3 +430,8 @@ def test_a_new_strategy_explains_itself_in_a_plan(monkeypatch: pytest.MonkeyPatc
     )
     reasons = {reason.subject: reason.why for reason in decision.choose_plan(question, Law()).reasons}
     assert reasons["strategy"].startswith("weights are cut in 4 stripes")
+
+
+def test_the_engine_arranges_every_wrapping() -> None:
+    """A new one without its code is an error, not a whole model on every rank."""
+    assert set(Wrapping) == ARRANGED

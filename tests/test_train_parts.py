@@ -34,13 +34,13 @@ from trimtab.spec import (
 )
 from trimtab.training import loading, loop, signals, step_log, task, torchrun, worker
 from trimtab.training import loop as loop_module
-from trimtab.training import rank_files as control_module
+from trimtab.training import rank_messages as control_module
 from trimtab.training import task as task_module
 from trimtab.training.events import EventLog
 from trimtab.training.fault_injection import Fault, FaultInjector, FaultKind, read_faults, tear_checkpoint
 from trimtab.training.process_group import World
-from trimtab.training.rank_files import RankFiles
-from trimtab.training.rank_files import find_rank_files as notes_given
+from trimtab.training.rank_messages import RankFiles
+from trimtab.training.rank_messages import find_rank_files as notes_given
 from trimtab.training.run_folder import RunFolder, RunIdentity
 from trimtab.training.step_log import StepLine, StepLog, compute_mfu
 from trimtab.training.task import RunEnding, TrainTask

@@ -21,7 +21,7 @@ from trimtab import render
 from trimtab.catalog.clusters import parse_cluster
 from trimtab.catalog.facts import facts_of
 from trimtab.errors import NothingFits
-from trimtab.planner import decision, validity
+from trimtab.planner import decision, plan_files
 from trimtab.planner.decision import PlanQuestion
 from trimtab.predict.capacity import (
     MAX_STEPS,
@@ -378,7 +378,7 @@ def test_a_tight_plan_holds_on_the_gpu_that_it_was_made_for() -> None:
     plan = planned(Law(cached_share=0.3), **ONLY_ONE)
     prints = plan.fingerprints
     assert plan.estimate.band.high_bytes > plan.estimate.need_bytes
-    assert validity.list_changes(plan, prints, parse_cluster("1xA100-40GB")) == []
+    assert plan_files.list_changes(plan, prints, parse_cluster("1xA100-40GB")) == []
     text = " ".join(_shown(plan).split())
     assert "torch releases cached blocks, and runs in" in text
 

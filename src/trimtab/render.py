@@ -877,7 +877,7 @@ def render_staged_plan(staged_plan: StagedPlan) -> RenderableType:
 
 
 def _format_plan_name(plan: Plan) -> str:
-    from trimtab.planner.validity import describe_places
+    from trimtab.planner.plan_files import describe_places
 
     name = plan.workload.name if plan.workload else plan.job
     return f"{name} on {describe_places(plan.places)}"

@@ -57,7 +57,7 @@ def _same_but(
 ) -> Plan:
     """Return the best plan for the job with some options changed; only the micro-batch may differ."""
     from trimtab.configs.apply import stage_pins
-    from trimtab.planner.validity import rebuild_cluster
+    from trimtab.planner.plan_files import rebuild_cluster
 
     return plan(
         found.job,

@@ -107,7 +107,7 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
 
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import find_job_name
-    from trimtab.planner.validity import rebuild_cluster
+    from trimtab.planner.plan_files import rebuild_cluster
     from trimtab.probe.detect import as_cluster
     from trimtab.spec import Plan
     from trimtab.trace.job_summary import describe_job

@@ -87,7 +87,7 @@ def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -
     Without `job` the job that the plan names is looked at; without `on` the cluster is left out, so that a
     plan can be read anywhere.
     """
-    from trimtab.planner.validity import check_plan, read_plan_file
+    from trimtab.planner.plan_files import check_plan, read_plan_file
 
     found = read_plan_file(file)
     check_plan(found, str(file), job=job, on=on)
@@ -96,6 +96,6 @@ def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -
 
 def plan_from(file: Path | str) -> tuple[Plan, str]:
     """Return the plan in a file, and a note on where its job was found; refuse a stale plan."""
-    from trimtab.planner.validity import read_checked_plan
+    from trimtab.planner.plan_files import read_checked_plan
 
     return read_checked_plan(Path(file))

@@ -112,7 +112,7 @@ def run_training(task: TrainTask, fleet: TorchrunOptions | None) -> RunEnding:
     """Train, in this process or in those that it starts."""
     from trimtab.errors import EnvironmentFault
     from trimtab.training import torchrun, worker
-    from trimtab.training.rank_files import is_lost_peer
+    from trimtab.training.rank_messages import is_lost_peer
 
     if fleet is not None:
         return torchrun.launch_ranks(task, fleet)
@@ -144,7 +144,7 @@ def _plan_to_train(
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.planner.validity import check_plan, read_plan_file
+    from trimtab.planner.plan_files import check_plan, read_plan_file
     from trimtab.spec import Plan
     from trimtab.trace.job_summary import describe_job
     from trimtab.training.task import build_cpu_plan, repeat_node

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.engine.branches import compute_branch_loss
-from trimtab.engine.build import (
-    EntryPoints,
-    build_model,
-    find_entries,
-    make_batch,
-)
+from trimtab.engine.build import EntryPoints, build_model, find_entries, make_batch
 from trimtab.engine.compile import CompileSwitch
 from trimtab.engine.fsdp import move_module, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
@@ -30,6 +25,7 @@ from trimtab.engine.sync_norm import SyncReducer, synchronise_batch_norms
 from trimtab.errors import JobFailed
 from trimtab.jobs.job import loss_function
 from trimtab.strategies import strategy_of
+from trimtab.strategies.base import Wrapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,6 +45,8 @@ __all__ = [
     "run_step",
 ]
 
+ARRANGED = frozenset({Wrapping.WHOLE, Wrapping.SHARDS, Wrapping.BRANCH, Wrapping.STAGE})
+"""What `arrange_model` can leave of a model on a device: a new `Wrapping` is added here with its code."""
 LOSS_SCALE = 2.0**16
 """Factor for the loss if the precision scales it, so that small gradients do not become 0."""
 
@@ -169,7 +167,10 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
             in that group; by default all ranks sum all parameters.
         mid_backward: called whenever a gradient arrives.
     """
-    sharded = strategy_of(setting).is_sharded
+    strategy = strategy_of(setting)
+    if strategy.wrapping not in ARRANGED:
+        raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
+    sharded = strategy.is_sharded
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
     recomputed = enable_recompute(model, setting.recompute)

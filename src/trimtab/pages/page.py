@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.pages import figures
 from trimtab.pages.svg import NARROW, WIDE, Markup, format_number, join_markup, pick_byte_unit, tag
-from trimtab.planner.validity import describe_places
+from trimtab.planner.plan_files import describe_places
 from trimtab.render import describe_setting
 from trimtab.units import format_duration
 from trimtab.version import VERSION

@@ -43,7 +43,7 @@ from trimtab.units import format_duration, plural
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trimtab.planner.protocol import Estimator
+    from trimtab.planner.estimator_interface import Estimator
     from trimtab.planner.search import Notice
     from trimtab.spec import Cluster, Policy, Rejection, Workload
 

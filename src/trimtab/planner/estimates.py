@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.planner.estimator import strip_device, to_traced_setting
-from trimtab.planner.validity import rebuild_cluster
+from trimtab.planner.plan_files import rebuild_cluster
 from trimtab.predict.calibration import read_own_calibration
 from trimtab.predict.capacity import judge_fully
 from trimtab.predict.derive import derive_trace

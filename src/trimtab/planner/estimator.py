@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.cache import make_key
 from trimtab.errors import TrimtabError
-from trimtab.planner.protocol import LowerBound, available_bytes
+from trimtab.planner.estimator_interface import LowerBound, available_bytes
 from trimtab.predict import communication, step_time
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.capacity import judge_fully
@@ -27,7 +27,7 @@ from trimtab.strategies import one_micro_batch, one_replica, strategy_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trimtab.planner.protocol import Layout
+    from trimtab.planner.estimator_interface import Layout
     from trimtab.spec import Calibration, Device, Setting, Trace
 
     Answer = Trace | TrimtabError

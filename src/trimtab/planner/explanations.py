@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.planner.batch_split import divide_evenly, is_exact, list_micro_batches
-from trimtab.planner.protocol import available_bytes
+from trimtab.planner.estimator_interface import available_bytes
 from trimtab.planner.search import TIE, compute_run_s
 from trimtab.planner.space import USUAL_WORKERS, make_sentence
 from trimtab.spec import Allocator, Candidate, EstimatedSetting, Objective, Reason, Recompute, Rejection

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
 from trimtab.planner.batch_split import divide_evenly, divide_in_proportion, list_splits, make_share
+from trimtab.planner.estimator_interface import Layout, available_bytes
 from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED
-from trimtab.planner.protocol import Layout, available_bytes
 from trimtab.planner.search import Evaluation
 from trimtab.planner.space import can_run, count_workers
 from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Rejection, Setting
@@ -21,7 +21,7 @@ from trimtab.strategies import strategy_by_speed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trimtab.planner.protocol import Estimator
+    from trimtab.planner.estimator_interface import Estimator
     from trimtab.planner.space import Space
     from trimtab.spec import Device, Estimate, Share
 

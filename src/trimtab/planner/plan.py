@@ -13,9 +13,9 @@ from trimtab.cache import ESTIMATES, PLANS, TRACES, code_fingerprint, fingerprin
 from trimtab.errors import WrongUse
 from trimtab.planner.decision import PlanQuestion, choose_plan
 from trimtab.planner.estimator import EstimateCache, TraceEstimator, strip_device, summarize_setting
-from trimtab.planner.protocol import available_bytes
+from trimtab.planner.estimator_interface import available_bytes
+from trimtab.planner.plan_files import collect_fingerprints, read_versions
 from trimtab.planner.space import list_shard_counts
-from trimtab.planner.validity import collect_fingerprints, read_versions
 from trimtab.predict.calibration import own_folder, read_own_calibration
 from trimtab.predict.derive import direct_shards
 from trimtab.predict.traces import get_traces

@@ -16,14 +16,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.planner.protocol import available_bytes
+from trimtab.planner.estimator_interface import available_bytes
 from trimtab.spec import Objective, Recompute, Verdict
 from trimtab.strategies import STRATEGIES, strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trimtab.planner.protocol import Estimator, Layout
+    from trimtab.planner.estimator_interface import Estimator, Layout
     from trimtab.planner.space import BatchSplit, Family, Space
     from trimtab.spec import Estimate, Policy, Setting, Strategy, Workload
 

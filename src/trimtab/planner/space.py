@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
+from trimtab.planner.estimator_interface import Layout, available_bytes
 from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, find_contradictions
-from trimtab.planner.protocol import Layout, available_bytes
 from trimtab.spec import (
     Allocator,
     Mesh,

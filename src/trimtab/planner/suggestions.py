@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import NothingFits, TrimtabError
-from trimtab.planner.protocol import available_bytes
+from trimtab.planner.estimator_interface import available_bytes
 from trimtab.planner.search import RECOMPUTES, Evaluation, memory_limit, search_space
 from trimtab.planner.space import build_space, format_pin
 from trimtab.spec import Node, Objective, SuggestedChange
@@ -15,7 +15,7 @@ from trimtab.units import format_bytes, plural
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trimtab.planner.protocol import Estimator
+    from trimtab.planner.estimator_interface import Estimator
     from trimtab.planner.search import SearchResult
     from trimtab.planner.space import Space
     from trimtab.spec import Cluster, Device, Policy, Workload

@@ -229,6 +229,8 @@ def derive_trace(setting: Setting, traces: list[Trace]) -> Trace | None:
     how = strategy_of(setting).derivation(setting)
     if how is Derivation.BUCKETS:
         return add_buckets(traces[0], gradient_bytes(traces[0], setting))
+    if how not in {Derivation.AS_TRACED, Derivation.SHARD_LINE}:
+        raise NotImplementedError(f"derive_trace has no rule for {how}")
     if how is Derivation.AS_TRACED or len(traces) == 1:
         return traces[0]
     few, many = ANCHORS

@@ -1,7 +1,7 @@
 """Find long lists of equal blocks in a model and remove most of the blocks.
 
 Equal blocks run the same program, so a trace with a few of them gives the trace with all
-(`trimtab.trace.block_growth`).
+(`trimtab.trace.extend_blocks`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trimtab.engine.build import find_repeated_blocks
-from trimtab.trace.block_growth import FEW_BLOCKS
+from trimtab.trace.extend_blocks import FEW_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

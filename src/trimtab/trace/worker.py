@@ -24,9 +24,9 @@ from trimtab.spec import PARTS, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.strategies.base import ALIKE, RankKind
-from trimtab.trace.block_growth import FEW_BLOCKS, extend_blocks
 from trimtab.trace.child_process import end_with_parent
 from trimtab.trace.cpu_check import CpuCheck, blame_error, check_on_cpu
+from trimtab.trace.extend_blocks import FEW_BLOCKS, extend_blocks
 from trimtab.trace.forks import run_forked
 from trimtab.trace.request import TraceRequest, TraceRequests
 from trimtab.trace.server import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trimtab.errors import TrimtabError
 from trimtab.files import write_atomic
 from trimtab.spec import Attempt, Incident, IncidentKind
-from trimtab.training.rank_files import LEADER_VARIABLE, is_lost_peer
+from trimtab.training.rank_messages import LEADER_VARIABLE, is_lost_peer
 from trimtab.training.run_folder import ATTEMPT_FILE
 from trimtab.training.task import count_nodes, gather_values
 from trimtab.units import parse_whole

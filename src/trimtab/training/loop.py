@@ -47,7 +47,7 @@ from trimtab.training.loading import (
 )
 from trimtab.training.oom_recovery import is_out_of_memory
 from trimtab.training.process_group import connect, disconnect, read_world
-from trimtab.training.rank_files import find_rank_files, is_lost_peer
+from trimtab.training.rank_messages import find_rank_files, is_lost_peer
 from trimtab.training.run import Run
 from trimtab.training.run_folder import RunFolder, RunIdentity
 from trimtab.training.signals import (
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     from trimtab.training.loading import Window
     from trimtab.training.process_group import World
-    from trimtab.training.rank_files import RankFiles
+    from trimtab.training.rank_messages import RankFiles
     from trimtab.training.run import StepOutcome
     from trimtab.training.task import TrainTask
 

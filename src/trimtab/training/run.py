@@ -25,7 +25,7 @@ from trimtab.engine.precision import set_tf32_flags
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load_job
-from trimtab.planner import validity
+from trimtab.planner import plan_files
 from trimtab.spec import Plan, Setting
 from trimtab.strategies import usual_strategy
 from trimtab.training import optimizer_step, process_group
@@ -75,7 +75,7 @@ class Run:
         `connected` is the world of a caller that creates and destroys the process group itself.
         """
         self.job = load_job(job) if isinstance(job, str) else job
-        self.plan = validity.read_plan_file(Path(plan)) if isinstance(plan, str | Path) else plan
+        self.plan = plan_files.read_plan_file(Path(plan)) if isinstance(plan, str | Path) else plan
         gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
         self._connects = connected is None
         self.world: World = connected or process_group.read_world(os.environ, gpus)

@@ -34,7 +34,7 @@ from trimtab.spec import (
 from trimtab.spec.base import Noun, check_minimum
 from trimtab.strategies import STRATEGIES, strategy_of, usual_strategy
 from trimtab.training.fault_injection import Fault
-from trimtab.training.rank_files import LAUNCHER_VARIABLES
+from trimtab.training.rank_messages import LAUNCHER_VARIABLES
 from trimtab.training.signals import exit_code
 from trimtab.units import plural
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
 from trimtab.spec.base import Noun, check_minimum
-from trimtab.training.rank_files import (
+from trimtab.training.rank_messages import (
     LAUNCHER_VARIABLES,
     LEADER_VARIABLE,
     LOST_PEER_CODE,
@@ -38,7 +38,7 @@ from trimtab.units import parse_whole, plural
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from trimtab.training.rank_files import RankFailure
+    from trimtab.training.rank_messages import RankFailure
     from trimtab.training.task import RunEnding, TrainTask
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import TrimtabError
-from trimtab.training.rank_files import (
+from trimtab.training.rank_messages import (
     LOST_PEER_CODE,
     RankFiles,
     end_with_parent,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import BrokenFile, UnknownName, WrongUse
 from trimtab.jobs.load import find_job_name
-from trimtab.planner.protocol import available_bytes
+from trimtab.planner.estimator_interface import available_bytes
 from trimtab.spec import Plan
 from trimtab.trace.job_summary import summarize_job
 from trimtab.units import format_bytes
