@@ -29,6 +29,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell ignores Ctrl-C for what it starts in the background, and every child would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# So does nohup for a closed terminal.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 warm_start.install()
 OWN_CACHE = "TRIMTAB_CACHE" not in os.environ
 if OWN_CACHE:
