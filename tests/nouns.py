@@ -76,9 +76,9 @@ def of_type(hint: Any, field: str = "") -> Values:  # noqa: PLR0911 - one for ea
     if origin is Literal:
         return st.sampled_from(inner)
     if origin in (Union, types.UnionType):
-        return st.one_of([of_type(one, field) for one in inner])
+        return st.one_of([of_type(member, field) for member in inner])
     if origin is tuple and inner[-1] is not Ellipsis:
-        return st.tuples(*(of_type(one, field) for one in inner))
+        return st.tuples(*(of_type(member, field) for member in inner))
     if origin in (tuple, list):
         values = of_type(inner[0], field)
         is_large = isinstance(inner[0], type) and issubclass(inner[0], spec.Noun)

@@ -85,7 +85,7 @@ def test_stages_get_their_own_cut_of_one_global_batch(conf: Path) -> None:
         assert stage.estimate == ESTIMATE
     assert [stage.name for stage in found.stages] == ["01_stage", "02_stage", "03_stage"]
     assert any("only where your trainer reads them" in one for one in found.said)
-    (second,) = [one for one in found.prepare() if one.file.endswith("02_stage.yaml")]
+    (second,) = [edited for edited in found.prepare() if edited.file.endswith("02_stage.yaml")]
     assert second.after.decode().startswith(samples.STAGE.format(number=2, positives=16, negatives=8))
     done = write_files(found.prepare(), words="a test")
     assert len(done.files) == 3

@@ -519,7 +519,7 @@ def test_two_ranks_then_three_sharded_then_two_of_branches_then_one_continue_the
             wanted = advance(reference, stop - start)
             assert [one["loss"] for one in seen] == pytest.approx([wanted] * ranks, abs=1e-12)
         assert {one["kept"] for one in seen} == {stop}
-        assert [one["incidents"] for one in seen] == [[]] * ranks
+        assert [rank["incidents"] for rank in seen] == [[]] * ranks
         assert {one["sharded"] for one in seen} == {how == "fsdp"}
         assert {one["loaded"] and one["loaded"][0] for one in seen} == {start or None}
     objects = alike(build(9)["model"])
@@ -536,7 +536,10 @@ def test_all_ranks_agree_on_what_one_of_them_could_not_write_or_read(
     assert first["kept"] == second["kept"] == 3
     assert {"plain-0.pt", "plain-1.pt", "manifest.json"} < set(first["files"])
     assert first["step"] == second["step"] == 1
-    assert [one.kind for one in first["incidents"]] == [IncidentKind.FULL_DISK, IncidentKind.BAD_CHECKPOINT]
+    assert [incident.kind for incident in first["incidents"]] == [
+        IncidentKind.FULL_DISK,
+        IncidentKind.BAD_CHECKPOINT,
+    ]
     assert second["incidents"] == []
     assert "model:left.weight" in first["raised"]
     assert "model:left.weight" in second["raised"]

@@ -176,3 +176,12 @@ def plural(count: int, noun: str, spec: str = "") -> str:
     ('1 GPU', '4 GPUs', '0 nodes', '1,200 blocks')
     """
     return f"{count:{spec}} {noun}{'' if count == 1 else 's'}"
+
+
+def format_value(value: object) -> str:
+    """Return a value as users type it.
+
+    >>> format_value(False), format_value(4)
+    ('false', '4')
+    """
+    return str(value).lower() if isinstance(value, bool) else str(value)

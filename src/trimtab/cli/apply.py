@@ -18,7 +18,7 @@ from trimtab.cli.progress import progress
 from trimtab.errors import WrongUse
 from trimtab.render import Columns, _make_words_table, describe_setting, escape_control, render_labelled
 from trimtab.spec.requests import ApplyRequest, ShowRequest
-from trimtab.units import format_bytes, format_duration
+from trimtab.units import format_bytes, format_duration, format_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -218,7 +218,9 @@ def show_display(found: Display) -> RenderableType:
     table = _make_words_table("left", "left", "left")
     for item in found.found:
         line = "default" if item.line is None else f"line {item.line}"
-        table.add_row(escape_control(item.key), escape_control(_value(item.computed or item.value)), line)
+        table.add_row(
+            escape_control(item.key), escape_control(format_value(item.computed or item.value)), line
+        )
     parts.append(Padding(table, (0, 0, 0, 1), expand=False))
     if found.stages:
         parts += [render_labelled("runs as", _as_it_runs(found), "dim"), Text()]
@@ -262,10 +264,6 @@ def _targets(targets: Sequence[ConfigTarget]) -> RenderableType:
         kinds = f" ({', '.join(target.formats)})" if target.formats else ""
         table.add_row(target.name, escape_control(f"{target.title}{kinds}. Known by {marks}."))
     return Group(Text("targets", style="bold"), table)
-
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _share(part: int | None, whole: int | None) -> str:

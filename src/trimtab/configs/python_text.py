@@ -32,6 +32,7 @@ from trimtab.configs.text_edit import (
     ParsedConfig,
     Splice,
     TextNode,
+    find_line_starts,
     format_float,
     format_path,
     parse_error,
@@ -45,7 +46,6 @@ from trimtab.errors import WrongUse
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_LINE_END = re.compile(r"\r\n|\r|\n")
 _COMMENT = r"#[^\r\n]*"
 _DICTS = {"dict", "OrderedDict", "SimpleNamespace", "Namespace", "DictConfig", "ConfigDict"}
 """Calls that are a section with keys and no more."""
@@ -85,7 +85,7 @@ class _Collector:
 
     @cached_property
     def lines(self) -> list[int]:
-        return [0, *(match.end() for match in _LINE_END.finditer(self.text))]
+        return find_line_starts(self.text)
 
     @cached_property
     def is_ascii(self) -> bool:

@@ -40,6 +40,11 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 _BOM = "\ufeff"
 
 
+def find_line_starts(text: str) -> list[int]:
+    """Return the offset of each line."""
+    return [0, *(match.end() for match in _LINE_END.finditer(text))]
+
+
 class Entry(Noun, frozen=True, kw_only=True):
     """A value of a file and its place; line and column count from 1."""
 
@@ -194,7 +199,7 @@ class ParsedConfig:
     @cached_property
     def line_starts(self) -> list[int]:
         """The offset of each line."""
-        return [0, *(match.end() for match in _LINE_END.finditer(self.text))]
+        return find_line_starts(self.text)
 
     @cached_property
     def newline(self) -> str:

@@ -32,13 +32,12 @@ from trimtab.planner.space import (
     FailedPrecision,
     Space,
     build_space,
-    format_pin,
     make_sentence,
     pick_precision,
 )
 from trimtab.planner.suggestions import make_nothing_fits
 from trimtab.spec import Comparison, Objective, Plan, WhatIf
-from trimtab.units import format_duration, plural
+from trimtab.units import format_duration, format_value, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -396,7 +395,7 @@ def _estimate_half_batch(question: PlanQuestion, estimator: Estimator, best: Eva
         except WrongUse as error:
             why = why or error.found
             continue
-        given_up = [f"{key}={format_pin(question.policy.pins[key])}" for key in dropped]
+        given_up = [f"{key}={format_value(question.policy.pins[key])}" for key in dropped]
         break
     else:
         return [WhatIf(change=change, gpus=setting.gpus, why=why)]

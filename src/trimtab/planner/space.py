@@ -23,10 +23,10 @@ from trimtab.spec import (
     Strategy,
 )
 from trimtab.strategies import STRATEGIES, strategy_by_speed
-from trimtab.units import format_flops
+from trimtab.units import format_flops, format_value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from trimtab.spec import Cluster, Device, Link, Policy, Workload
 
@@ -303,7 +303,7 @@ def _check_policy(workload: Workload, cluster: Cluster, policy: Policy) -> None:
     wrong += _check_precision(policy.pins.get("precision"), cluster.devices)
     wrong += _check_slices(policy.pins, cluster.devices)
     if wrong:
-        pinned = " ".join(f"--pin {key}={format_pin(value)}" for key, value in policy.pins.items())
+        pinned = format_pins(policy.pins)
         raise WrongUse(
             pinned,
             found="; ".join(what for what, _ in wrong),
@@ -320,9 +320,9 @@ def make_sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def format_pin(value: Any) -> str:
-    """Return a pin's value as users type it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def format_pins(pins: Mapping[str, Any]) -> str:
+    """Return pins as users type them, as in `--pin compile=false`."""
+    return " ".join(f"--pin {key}={format_value(value)}" for key, value in pins.items())
 
 
 def _check_precision(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]]:
@@ -549,7 +549,7 @@ def _explain_precision(precision: Precision, chosen: Precision, devices: tuple[D
 
 def _make_empty_error(policy: Policy, workload: Workload, refused: tuple[Rejection, ...]) -> WrongUse:
     """Return the error for a space without settings."""
-    pinned = " ".join(f"--pin {key}={format_pin(value)}" for key, value in policy.pins.items())
+    pinned = format_pins(policy.pins)
     return WrongUse(
         pinned or f"global batch {workload.global_batch}",
         found="no setting agrees with that: " + "; ".join(rejection.why for rejection in refused),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import NothingFits, TrimtabError
 from trimtab.planner.estimator_interface import available_bytes
 from trimtab.planner.search import RECOMPUTES, Evaluation, memory_limit, search_space
-from trimtab.planner.space import build_space, format_pin
+from trimtab.planner.space import build_space, format_pins
 from trimtab.spec import Node, Objective, SuggestedChange
-from trimtab.units import format_bytes, plural
+from trimtab.units import format_bytes, format_value, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ def make_nothing_fits(
     least = min((least for _, least in result.too_large.values() if least), default=0)
     need = least if near is None else near.estimate.need_bytes
     changes = tuple(_list_changes(workload, cluster, space, need, estimator))
-    pinned = " ".join(f"--pin {key}={format_pin(value)}" for key, value in space.policy.pins.items())
+    pinned = format_pins(space.policy.pins)
     error = NothingFits(
         f"{workload.name or 'the job'} on {_format_devices(cluster)}{' with ' * bool(pinned)}{pinned}",
         found=_describe_shortage(near, least, space.policy, cluster),
@@ -159,7 +159,7 @@ def _try_fewer_pins(
             if seen is not None:
                 value = getattr(seen.setting, key)
                 yield from _make_change(
-                    f"leave out --pin {key}={format_pin(policy.pins[key])}, for {value}", seen
+                    f"leave out --pin {key}={format_value(policy.pins[key])}, for {value}", seen
                 )
 
 

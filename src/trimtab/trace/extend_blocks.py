@@ -324,7 +324,7 @@ class _Extension:
         return at - self.put_before[count]
 
     def _position_in_more(self, left: int) -> int:
-        """Return the position in the longer trace for one in the shorter trace."""
+        """Return the position in the longer trace of an entry of the shorter trace."""
         count = 0
         while count < len(self.zones) and self.zones[count].begin <= left + self.put_before[count]:
             count += 1

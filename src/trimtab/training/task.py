@@ -15,7 +15,7 @@ from trimtab.errors import BrokenFile, JobFailed, TrimtabError, WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
 from trimtab.planner.pins import find_contradictions
-from trimtab.planner.space import format_pin
+from trimtab.planner.space import format_pins
 from trimtab.probe.detect import detect
 from trimtab.spec import (
     Band,
@@ -207,7 +207,7 @@ def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -
         wrong.append((f"gpus={pins['gpus']}, and there are {procs} processes", f"use --procs {pins['gpus']}"))
     if wrong:
         what, cure = wrong[0]
-        given = " ".join(f"--pin {key}={format_pin(value)}" for key, value in pins.items())
+        given = format_pins(pins)
         raise WrongUse(
             given or f"--procs {procs}",
             found=what.replace("GPUs", "processes").replace("GPU", "process"),
@@ -243,7 +243,7 @@ def _refuse_cut(workload: Workload, strategy: Strategy, mesh: Mesh, pins: Mappin
     if not refused and workload.is_indivisible and cuts_it:
         refused = batch_loss_rules.explain_uncut_batch(workload)
     if refused:
-        given = " ".join(f"--pin {key}={format_pin(value)}" for key, value in pins.items())
+        given = format_pins(pins)
         given = given or f"--procs {mesh.size}"
         raise WrongUse(
             given, found=refused.replace("GPUs", "processes"), cure=batch_loss_rules.suggest_fix(workload)
