@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 import warm_start
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 # pytest --hypothesis-profile default
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
+# Hypothesis also draws constants of the modules that are loaded, and these depend on the tests before.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = lambda: providers._local_constants  # noqa: SLF001 - no setting for it
 
 # Lines about progress depend on how fast this machine is.
 os.environ["TRIMTAB_PROGRESS"] = "0"

@@ -531,7 +531,12 @@ def _build_splices(page: ParsedConfig, changes: Changes, *, beside: bool, add: b
         and is_entry(node)
         and page.format.means(node, changes[path])
     }
-    moving = {id(node) for path, node in nodes.items() if node is not None and path not in stays}
+    moving = {
+        id(inner)
+        for path, node in nodes.items()
+        if node is not None and path not in stays
+        for inner in _changing_nodes(node, changes[path])
+    }
     splices: list[Splice] = []
     missing: list[KeyPath] = []
     for path, node in nodes.items():
@@ -549,6 +554,18 @@ def _build_splices(page: ParsedConfig, changes: Changes, *, beside: bool, add: b
         if absent is not None:
             _refuse_missing(page, absent)
     return splices + _add_keys(page, {path: changes[path] for path in missing})
+
+
+def _changing_nodes(node: TextNode, value: Any) -> Iterator[TextNode]:
+    """Yield a node that gets this value, and the items of its list that change or go with it."""
+    yield node
+    children = list((node.items or {}).values())
+    kept = value if node.is_list and isinstance(value, list | tuple) else ()
+    for child, new in zip(children, kept, strict=False):
+        if child.computed or not same_value(node_value(child), new):
+            yield from _changing_nodes(child, new)
+    for child in children[len(kept) :]:
+        yield from (inner for _, inner in walk_nodes(child))
 
 
 def _comparable_value(node: TextNode) -> Any:

@@ -138,6 +138,7 @@ class _Composer:
         else:
             node = self.begun(event, is_list=name == "SequenceStartEvent")
         if event.anchor:
+            self.refuse_glued_anchor(event)
             node.extra.anchor = event.anchor
             self.anchors[event.anchor] = node
         if node.items is None:
@@ -149,6 +150,14 @@ class _Composer:
         node.extra.size = 1 + self.count - before
         self.open_anchors.discard(event.anchor or "")
         return node
+
+    def refuse_glued_anchor(self, event: yaml.Event) -> None:
+        """Refuse `&name:value`: some readers take all of it for the name, and others only its start."""
+        at = self.text.index(f"&{event.anchor}", event.start_mark.index)
+        behind = at + 1 + len(event.anchor)
+        if self.text[behind : behind + 1] in ("?", ":", "%", "@", "`"):
+            found = f"the anchor &{event.anchor} and what follows it have no blank between them"
+            raise parse_error_at(self.origin, self.text, at, found, kind="YAML")
 
     def refuse_size(self, at: int, *, deep: bool) -> None:
         found = (
@@ -507,7 +516,10 @@ def _replace_block_text(page: ParsedConfig, node: TextNode, value: Any) -> list[
     inner = page.indent(page.next_line(node.start))
     alone = not page.text[page.line_start(node.start) : node.start].strip()
     pad = inner[page.place(node.start)[1] - 1 :] if alone else ""
-    splices = [Splice(node.start, head_end, pad + format_yaml(value))]
+    if alone and not node.value:  # no line of text shows how far to the right is far enough
+        pad = " " * len(page.text[: node.start].rstrip().splitlines()[-1])
+    gap = " " if page.text.startswith("#", head_end) else ""
+    splices = [Splice(node.start, head_end, pad + format_yaml(value) + gap)]
     return splices + ([Splice(line_end, end, "")] if end > line_end else [])
 
 
