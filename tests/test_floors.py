@@ -20,6 +20,7 @@ FLOORS = [
     {"trace"},
     {"predict"},
     {"planner"},
+    {"scripts"},
     {"configs", "launching", "training", "diagnosis", "exams", "calibration", "watching"},
     {"cli", "api", "render", "pages", "__main__"},
 ]

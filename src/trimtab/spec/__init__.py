@@ -50,6 +50,7 @@ from trimtab.spec.run import (
     WatchedRun,
     WatchSample,
 )
+from trimtab.spec.script import PhasePeak, ScriptCommand, ScriptFact
 from trimtab.spec.setting import Allocator, Mesh, OptimizerImplementation, Recompute, Setting, Share, Strategy
 from trimtab.spec.trace import KINDS, PARTS, SizeCause, Trace, Work
 from trimtab.spec.workload import BatchLoss, Workload
@@ -89,6 +90,7 @@ __all__ = [
     "Objective",
     "OptimizerImplementation",
     "Peaks",
+    "PhasePeak",
     "Plan",
     "PlannedStage",
     "Policy",
@@ -100,6 +102,8 @@ __all__ = [
     "Recompute",
     "Rejection",
     "Scheduler",
+    "ScriptCommand",
+    "ScriptFact",
     "Setting",
     "Severity",
     "Share",

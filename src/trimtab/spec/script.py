@@ -1,0 +1,57 @@
+"""A training command as its owner types it, and what was found out by following it."""
+
+from __future__ import annotations
+
+from trimtab.spec.base import Noun
+
+
+class ScriptCommand(Noun, frozen=True, kw_only=True):
+    """A training command, taken apart."""
+
+    words: tuple[str, ...]
+    """The command as it was typed."""
+    launcher: str
+    """What starts the processes: python, torchrun, accelerate, or console for an installed program."""
+    interpreter: str
+    """The Python that runs it: a path."""
+    target: str
+    """A file, or with `is_module` the name of a module."""
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    """What the script itself gets: the words after the target."""
+    environment: dict[str, str] = {}
+    """Variables that the command or its launcher sets."""
+    processes: int = 1
+    """Processes on each node."""
+    nodes: int = 1
+    notes: tuple[str, ...] = ()
+    """What was left out of the command or assumed about it, for the user to see."""
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of processes on all nodes."""
+        return self.processes * self.nodes
+
+    def faults(self) -> list[str]:
+        """Check that there is at least one process."""
+        return [] if self.processes >= 1 and self.nodes >= 1 else ["fewer than one process"]
+
+
+class ScriptFact(Noun, frozen=True, kw_only=True):
+    """Something that was found out about a script."""
+
+    name: str
+    """micro_batch, accumulation, precision, compile, recompute, optimizer, gpus, strategy, sequence..."""
+    value: str
+    where: str
+    """Where it was seen: a line of the script, a flag, or the call that showed it."""
+
+
+class PhasePeak(Noun, frozen=True, kw_only=True):
+    """The memory at the peak of one phase of a run."""
+
+    name: str
+    """first step, steady step, evaluation, save."""
+    allocated_bytes: int
+    reserved_bytes: int
+    note: str = ""
