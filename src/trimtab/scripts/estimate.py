@@ -21,6 +21,7 @@ from trimtab.spec import (
     Precision,
     Recompute,
     ScriptFact,
+    ScriptReport,
     Setting,
     Strategy,
 )
@@ -45,7 +46,7 @@ class ScriptEstimate:
     peaks: MemoryPeaks
     trace: Trace
     setting: Setting
-    facts: tuple[ScriptFact, ...]
+    script: ScriptReport
     phases: tuple[PhasePeak, ...]
     device: Device
 
@@ -96,7 +97,9 @@ def estimate_result(command: ScriptCommand, result: ScriptResult, cluster: Clust
         peaks=peaks,
         trace=trace,
         setting=setting,
-        facts=facts,
+        script=ScriptReport(
+            command=format_command(command), found=facts, writes=result.writes, notes=tuple(notes)
+        ),
         phases=measure_phases(trace, result),
         device=device,
     )

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import EnvironmentFault, JobFailed, error_from_dict
-from trimtab.scripts.command import can_import_trimtab, format_command
+from trimtab.scripts.command import format_command
+from trimtab.scripts.interpreters import can_import_trimtab
 from trimtab.scripts.result import ScriptRequest, ScriptResult
 from trimtab.trace.child_process import parent_variable
 

@@ -120,16 +120,16 @@ class FollowedDataParallel(torch.nn.Module):
 
     def _make_buckets(self, parameters: list[Any]) -> Iterator[Any]:
         """Make the flat tensors that gradients are sent in, in the order of the backward pass."""
-        held: list[Any] = []
+        members: list[Any] = []
         limit, size = FIRST_BUCKET_BYTES, 0
         for parameter in reversed(parameters):
-            held.append(parameter)
+            members.append(parameter)
             size += parameter.numel() * parameter.element_size()
             if size >= limit:
-                yield self._make_bucket(held)
-                held, size, limit = [], 0, BUCKET_BYTES
-        if held:
-            yield self._make_bucket(held)
+                yield self._make_bucket(members)
+                members, size, limit = [], 0, BUCKET_BYTES
+        if members:
+            yield self._make_bucket(members)
 
     def _make_bucket(self, parameters: list[Any]) -> Any:
         first = parameters[0]

@@ -70,7 +70,7 @@ def _short_path(file: str) -> str:
 
 
 @dataclass
-class Unit:
+class MicroBatchWork:
     """The work of one backward pass and the forward pass before it."""
 
     begin: int
@@ -80,7 +80,7 @@ class Unit:
 
 
 @dataclass
-class Window:
+class PhaseWindow:
     """A part of the recorded events that belongs to one phase."""
 
     name: str
@@ -125,9 +125,9 @@ class Observer:
     """Models that the script calls itself, by id."""
     optimizers: dict[int, Any] = field(default_factory=dict)
     steps: int = 0
-    windows: list[Window] = field(default_factory=list)
-    units: list[Unit] = field(default_factory=list)
-    last_units: list[Unit] = field(default_factory=list)
+    windows: list[PhaseWindow] = field(default_factory=list)
+    units: list[MicroBatchWork] = field(default_factory=list)
+    last_units: list[MicroBatchWork] = field(default_factory=list)
     accumulation: int = 1
     sequence: tuple[int, ...] = ()
     engine: tuple[bool, ...] = ()
@@ -234,7 +234,7 @@ class Observer:
         if "step0" not in self.recorder.marks:
             self.label_weights()
             self.recorder.mark_phase("step0", "activations")
-            self.windows.append(Window(FIRST, len(self.recorder.order)))
+            self.windows.append(PhaseWindow(FIRST, len(self.recorder.order)))
             self.recorder.records_work = True
 
     def _note_phase(self, *, training: bool) -> None:
@@ -249,7 +249,7 @@ class Observer:
         at = len(self.recorder.order)
         if self.windows:
             self.windows[-1].end = at
-        self.windows.append(Window(name, at))
+        self.windows.append(PhaseWindow(name, at))
 
     def _note_training_call(self, module: Any, args: Any, kwargs: Any) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -279,7 +279,7 @@ class Observer:
         begin = self.units[-1].end if self.units else 0
         skipped, self._is_skipped = self._is_skipped, False
         signature = self.units[-1].signature if skipped else hash(tuple(sequence[begin:]))
-        self.units.append(Unit(begin, len(sequence), signature, skipped))
+        self.units.append(MicroBatchWork(begin, len(sequence), signature, skipped))
         self._call_number = 0
 
     def end_step(self, optimizer: Any) -> None:

@@ -34,4 +34,6 @@ class ScriptResult(Noun, frozen=True, kw_only=True):
     """The same by the second side of an input of indices: the length of sequences."""
     loader_s: float | None = None
     """Mean seconds of the CPU for one batch of the script's loaders; None if it has none."""
+    writes: tuple[str, ...] = ()
+    """Files that the script would have written, with their sizes."""
     notes: tuple[str, ...] = ()
