@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trimtab.spec.script import ScriptCommand
+from trimtab.scripts.command import parse_command
+
+if TYPE_CHECKING:
+    from trimtab.spec.script import ScriptCommand
 
 IMAGENET = """
 import argparse
@@ -107,7 +115,7 @@ def main(
 
 FIRE = """
 import fire
-def train(base_model: str = "", batch_size: int = 128, micro_batch_size: int = 4, group_by_length: bool = False):
+def train(base_model: str = "", batch_size: int = 128, micro_batch_size: int = 4, fast: bool = False):
     gradient_accumulation_steps = batch_size // micro_batch_size
     gradient_accumulation_steps = gradient_accumulation_steps // world_size
 fire.Fire(train)
@@ -128,7 +136,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--bs", type=int, default=64)
 parser.add_argument("--accum-iter", default=1, type=int)
 parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
-parser.add_argument("--use-checkpoint-activations", dest="checkpoint_activations", type=str2bool, default="False")
+parser.add_argument("--use-checkpoint-activations", dest="checkpoint_activations",
+                    type=str2bool, default="False")
 parser.add_argument("--recompute-depth", type=int, default=2)
 """
 
@@ -188,30 +197,7 @@ SCRIPTS = {
 
 
 def make_command(text: str) -> ScriptCommand:
-    """Return a command from a line in one of a few plain forms."""
-    words = shlex.split(text)
-    environment = {}
-    start = 0
-    while "=" in words[start]:
-        name, _, value = words[start].partition("=")
-        environment[name] = value
-        start += 1
-    script = next(number for number, word in enumerate(words) if word.endswith(".py"))
-    launcher = words[start].removesuffix("3")
-    numbers = {
-        word.partition("=")[0].replace("_", "-"): int(word.partition("=")[2] or following)
-        for word, following in zip(words[:script], [*words[1:script], ""], strict=True)
-        if word.startswith(("--nproc", "--num_proc", "--nnodes", "--num_mach"))
-    }
-    nodes = numbers.get("--nnodes", numbers.get("--num-machines", 1))
-    processes = numbers.get("--nproc-per-node", numbers.get("--num-processes", 1) // nodes)
-    return ScriptCommand(
-        words=tuple(words),
-        launcher=launcher,
-        interpreter="python",
-        target=words[script],
-        arguments=tuple(words[script + 1 :]),
-        environment=environment,
-        processes=processes,
-        nodes=nodes,
-    )
+    """Return the command of a line; the files that it names need not exist."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("train.py").write_text("", encoding="utf-8")
+        return parse_command(shlex.split(text), environment={"PATH": str(Path(sys.executable).parent)})

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-from script_commands import SCRIPTS, make_command
+from typing import TYPE_CHECKING
 
+import pytest
+
+from script_commands import SCRIPTS, make_command
 from trimtab.errors import UnknownName, WrongUse
 from trimtab.scripts.knob_values import BatchSplit, read_split, read_word, write_setting, write_values
 from trimtab.scripts.knobs import KnobSet, find_knobs, load_knob_table, select_knobs
 from trimtab.scripts.sources import read_sources
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def knobs_of(script: str, text: str) -> KnobSet:
@@ -28,69 +33,83 @@ def setting(micro: int, rounds: int = 1, ranks: int = 1, **fields: object) -> Se
 
 
 FOUND = [
-    # script, command, micro-batch, accumulation, precision, recompute, compile
-    ("imagenet", "python train.py --dummy", 256, 1, None, None, None),
-    ("imagenet", "python train.py -b 64", 64, 1, None, None, None),
-    ("imagenet", "python train.py -b64", 64, 1, None, None, None),
-    ("imagenet", "torchrun --nproc-per-node 4 train.py --batch-size=64", 16, 1, None, None, None),
-    ("words", "python train.py --batch_size 40 --eval_batch_size 7", 40, 1, None, None, None),
-    ("nano", "python train.py", 12, 40, "bf16", None, "true"),
-    ("nano", "torchrun --nproc_per_node=8 train.py --batch_size=4 --compile=False", 4, 5, "bf16", None, "false"),
-    ("nano", "python train.py config/small.py --dtype=float16", 12, 40, "fp16", None, "true"),
-    ("trainer", "python train.py --bf16", 8, 1, "bf16", "none", "false"),
-    ("trainer", "python train.py --bf16 True --tf32 True", 8, 1, "bf16", "none", "false"),
-    ("trainer", "python train.py --tf32 true", 8, 1, "tf32", "none", "false"),
-    ("trainer", "python train.py --fp16 --gradient-checkpointing", 8, 1, "fp16", "full", "false"),
-    ("", "python train.py --per_device_train_batch_size 2", 2, 1, "fp32", "none", "false"),
-    ("accelerate", "accelerate launch train.py --mixed_precision bf16", 8, 1, "bf16", "none", None),
+    # script, command, micro-batch and accumulation, precision, recompute and compile
+    ("imagenet", "python train.py --dummy", (256, 1), (None, None, None)),
+    ("imagenet", "python train.py -b 64", (64, 1), (None, None, None)),
+    ("imagenet", "python train.py -b64", (64, 1), (None, None, None)),
+    ("imagenet", "torchrun --nproc-per-node 4 train.py --batch-size=64", (16, 1), (None, None, None)),
+    ("words", "python train.py --batch_size 40 --eval_batch_size 7", (40, 1), (None, None, None)),
+    ("nano", "python train.py", (12, 40), ("bf16", None, "true")),
+    (
+        "nano",
+        "torchrun --nproc_per_node=8 train.py --batch_size=4 --compile=False",
+        (4, 5),
+        ("bf16", None, "false"),
+    ),
+    ("nano", "python train.py config/small.py --dtype=float16", (12, 40), ("fp16", None, "true")),
+    ("trainer", "python train.py --bf16", (8, 1), ("bf16", "none", "false")),
+    ("trainer", "python train.py --bf16 True --tf32 True", (8, 1), ("bf16", "none", "false")),
+    ("trainer", "python train.py --tf32 true", (8, 1), ("tf32", "none", "false")),
+    ("trainer", "python train.py --fp16 --gradient-checkpointing", (8, 1), ("fp16", "full", "false")),
+    ("", "python train.py --per_device_train_batch_size 2", (2, 1), ("fp32", "none", "false")),
+    ("accelerate", "accelerate launch train.py --mixed_precision bf16", (8, 1), ("bf16", "none", None)),
     (
         "accelerate",
         "accelerate launch --num_processes 4 --mixed_precision fp16 train.py --gradient_checkpointing",
-        8,
-        1,
-        "fp16",
-        "full",
-        None,
+        (8, 1),
+        ("fp16", "full", None),
     ),
-    ("lightning", "python train.py fit --data.batch_size 16 --trainer.precision bf16-mixed", 16, 1, "bf16", None, None),
-    ("lightning", "python train.py fit --data.batch_size=16 --trainer.accumulate_grad_batches=4", 16, 4, "fp32", None, None),
-    ("timm", "python train.py -b 32 --grad-accum-steps 4 --amp", 32, 4, "fp16", "none", None),
-    ("timm", "python train.py --amp --amp-dtype bfloat16 --grad-checkpointing", 128, 1, "bf16", "full", None),
-    ("click", "python train.py --amp", 32, 1, "bf16", None, "true"),
-    ("click", "python train.py --no-amp --no-compile", 32, 1, "fp32", None, "false"),
-    ("typer", "python train.py data --accumulate 8", 16, 8, "bf16", None, "false"),
-    ("typer", "python train.py data --no-bf16 --compile", 16, 2, "fp32", None, "true"),
-    ("fire", "python train.py --micro_batch_size=2", 2, 64, None, None, None),
-    ("fire", "torchrun --nproc-per-node 2 train.py --batch_size 64", 4, 8, None, None, None),
-    ("tyro", "python train.py --batch-size 3", 3, 1, None, None, "false"),
-    ("boolean", "python train.py --bs 5 --accum-iter 2 --no-bf16", 5, 2, "fp32", "none", None),
-    ("environment", "BATCH_SIZE=2 python train.py", 2, 4, None, None, None),
-    ("environment", "python train.py", 8, 4, None, None, None),
-    ("global", "torchrun --nproc-per-node 8 train.py --precision amp_bf16", 8, 8, "bf16", "none", None),
-    ("mingpt", "python train.py --trainer.batch_size=16", 16, 1, None, None, None),
-    ("", "python train.py train.batch_size=16 trainer.accumulate_grad_batches=2", 16, 2, None, None, None),
-    ("", "python train.py --batch-size 4 --lr 3e-4", 4, 1, None, None, None),
-    ("", "BATCH=4 python train.py", 4, 1, None, None, None),
-    ("constants", "python train.py", None, 1, None, None, None),
-    ("", "python train.py", None, 1, None, None, None),
-]  # fmt: skip
+    (
+        "lightning",
+        "python train.py fit --data.batch_size 16 --trainer.precision bf16-mixed",
+        (16, 1),
+        ("bf16", None, None),
+    ),
+    (
+        "lightning",
+        "python train.py fit --data.batch_size=16 --trainer.accumulate_grad_batches=4",
+        (16, 4),
+        ("fp32", None, None),
+    ),
+    ("timm", "python train.py -b 32 --grad-accum-steps 4 --amp", (32, 4), ("fp16", "none", None)),
+    (
+        "timm",
+        "python train.py --amp --amp-dtype bfloat16 --grad-checkpointing",
+        (128, 1),
+        ("bf16", "full", None),
+    ),
+    ("click", "python train.py --amp", (32, 1), ("bf16", None, "true")),
+    ("click", "python train.py --no-amp --no-compile", (32, 1), ("fp32", None, "false")),
+    ("typer", "python train.py data --accumulate 8", (16, 8), ("bf16", None, "false")),
+    ("typer", "python train.py data --no-bf16 --compile", (16, 2), ("fp32", None, "true")),
+    ("fire", "python train.py --micro_batch_size=2", (2, 64), (None, None, None)),
+    ("fire", "torchrun --nproc-per-node 2 train.py --batch_size 64", (4, 8), (None, None, None)),
+    ("tyro", "python train.py --batch-size 3", (3, 1), (None, None, "false")),
+    ("boolean", "python train.py --bs 5 --accum-iter 2 --no-bf16", (5, 2), ("fp32", "none", None)),
+    ("environment", "BATCH_SIZE=2 python train.py", (2, 4), (None, None, None)),
+    ("environment", "python train.py", (8, 4), (None, None, None)),
+    ("global", "torchrun --nproc-per-node 8 train.py --precision amp_bf16", (8, 8), ("bf16", "none", None)),
+    ("mingpt", "python train.py --trainer.batch_size=16", (16, 1), (None, None, None)),
+    (
+        "",
+        "python train.py train.batch_size=16 trainer.accumulate_grad_batches=2",
+        (16, 2),
+        (None, None, None),
+    ),
+    ("", "python train.py --batch-size 4 --lr 3e-4", (4, 1), (None, None, None)),
+    ("", "BATCH=4 python train.py", (4, 1), (None, None, None)),
+    ("constants", "python train.py", (None, 1), (None, None, None)),
+    ("", "python train.py", (None, 1), (None, None, None)),
+]
 
 
-@pytest.mark.parametrize(("script", "text", "micro", "rounds", "precision", "recompute", "compiles"), FOUND)
+@pytest.mark.parametrize(("script", "text", "split", "words"), FOUND)
 def test_the_values_of_a_command_are_read(
-    script: str,
-    text: str,
-    micro: int | None,
-    rounds: int,
-    precision: str | None,
-    recompute: str | None,
-    compiles: str | None,
+    script: str, text: str, split: tuple[int | None, int], words: tuple[str | None, ...]
 ) -> None:
     knobs = knobs_of(script, text)
-    assert read_split(knobs) == BatchSplit(micro, rounds)
-    assert read_word(knobs, "precision") == precision
-    assert read_word(knobs, "recompute") == recompute
-    assert read_word(knobs, "compile") == compiles
+    assert read_split(knobs) == split
+    assert tuple(read_word(knobs, field) for field in ("precision", "recompute", "compile")) == words
 
 
 SEEN = {"precision": "fp32", "recompute": "none", "compile": "false"}
@@ -110,8 +129,10 @@ WRITTEN = [
         "nano",
         "torchrun --nproc_per_node=8 train.py --batch_size=12",
         setting(6, 10, 8, precision=Precision.FP16, compile=False),
-        "torchrun --nproc_per_node=8 train.py --batch_size=6 --gradient_accumulation_steps=80 "
-        "--dtype=float16 --compile=False",
+        (
+            "torchrun --nproc_per_node=8 train.py --batch_size=6 --gradient_accumulation_steps=80 "
+            "--dtype=float16 --compile=False"
+        ),
     ),
     (
         "nano",
@@ -123,8 +144,10 @@ WRITTEN = [
         "trainer",
         "python train.py --fp16 --per_device_train_batch_size 8",
         setting(2, 4, precision=Precision.BF16, recompute=Recompute.FULL),
-        "python train.py --per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
-        "--gradient_checkpointing --bf16",
+        (
+            "python train.py --per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
+            "--bf16 --gradient_checkpointing"
+        ),
     ),
     (
         "trainer",
@@ -136,21 +159,25 @@ WRITTEN = [
         "accelerate",
         "accelerate launch --num_processes 8 --mixed_precision=no train.py",
         setting(4, 4, 4, precision=Precision.BF16),
-        "accelerate launch --num_processes 4 --mixed_precision=bf16 train.py --per_device_train_batch_size 4 "
-        "--gradient_accumulation_steps 4 --mixed_precision bf16",
+        (
+            "accelerate launch --num_processes 4 --mixed_precision=bf16 train.py "
+            "--per_device_train_batch_size 4 --gradient_accumulation_steps 4 --mixed_precision bf16"
+        ),
     ),
     (
         "lightning",
         "python train.py fit --data.batch_size 16",
         setting(8, 2, precision=Precision.BF16),
-        "python train.py fit --data.batch_size 8 --trainer.accumulate_grad_batches 2 "
-        "--trainer.precision bf16-mixed",
+        (
+            "python train.py fit --data.batch_size 8 --trainer.accumulate_grad_batches 2 "
+            "--trainer.precision bf16-mixed"
+        ),
     ),
     (
         "timm",
         "python train.py -b 128",
         setting(64, 2, precision=Precision.BF16, recompute=Recompute.FULL),
-        "python train.py -b 64 --grad-accum-steps 2 --grad-checkpointing --amp --amp-dtype bfloat16",
+        "python train.py -b 64 --grad-accum-steps 2 --amp --amp-dtype bfloat16 --grad-checkpointing",
     ),
     ("timm", "python train.py --amp -b 128", setting(128), "python train.py -b 128"),
     (
@@ -178,7 +205,12 @@ WRITTEN = [
         setting(32, 2, precision=Precision.BF16, recompute=Recompute.FULL),
         "python train.py --bs 32 --accum-iter 2 --use-checkpoint-activations True",
     ),
-    ("environment", "BATCH_SIZE=8 python train.py x", setting(4, 8), "GRAD_ACCUM=8 BATCH_SIZE=4 python train.py x"),
+    (
+        "environment",
+        "BATCH_SIZE=8 python train.py x",
+        setting(4, 8),
+        "GRAD_ACCUM=8 BATCH_SIZE=4 python train.py x",
+    ),
     (
         "global",
         "python train.py --micro-batch-size 64",
@@ -188,7 +220,7 @@ WRITTEN = [
     ("mingpt", "python train.py", setting(8), "python train.py --trainer.batch_size=8"),
     ("", "python train.py train.batch_size=16 x=1", setting(8), "python train.py train.batch_size=8 x=1"),
     ("", "python train.py --bs 4 --bs 8", setting(2), "python train.py --bs 2"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("script", "text", "choice", "expected"), WRITTEN)
@@ -207,7 +239,7 @@ def test_a_setting_is_written_into_the_command(
 
 @pytest.mark.parametrize(
     ("script", "text"),
-    [(script, text) for script, text, micro, *_ in FOUND if micro is not None],
+    [(script, text) for script, text, split, _ in FOUND if split[0]],
 )
 def test_the_setting_of_a_command_leaves_it_alone(script: str, text: str) -> None:
     command, knobs = make_command(text), knobs_of(script, text)
@@ -375,7 +407,7 @@ def test_a_script_that_is_not_python_has_the_options_of_its_command_line() -> No
     assert read_split(knobs) == BatchSplit(4, 1)
 
 
-def test_files_beside_the_script_are_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_files_beside_the_script_are_read(tmp_path: Path) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("")
     (tmp_path / "pack" / "train.py").write_text("from . import flags\nimport torch, helpers\n")
@@ -383,13 +415,13 @@ def test_files_beside_the_script_are_read(tmp_path) -> None:  # type: ignore[no-
     (tmp_path / "helpers.py").write_text("x = 1\n")
     command = make_command("python train.py").replace(target="pack.train", is_module=True)
     sources = read_sources(command, tmp_path)
-    assert list(sources)[0] == "pack/train.py"
+    assert next(iter(sources)) == "pack/train.py"
     assert set(sources) == {"pack/train.py", "pack/flags.py", "helpers.py"}
     assert read_split(find_knobs(command, sources)) == BatchSplit(3, 1)
     assert read_sources(command.replace(target="nothing.here"), tmp_path) == {}
 
 
-def test_a_hydra_config_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_hydra_config_is_read(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "train.py").write_text(
         'import hydra\n@hydra.main(config_path="conf", config_name="base")\ndef main(cfg): ...\n'

@@ -74,9 +74,7 @@ def find_spots(words: Sequence[str], option: ScriptOption) -> list[OptionSpot]:
 
 
 def _spot_of_flag(option: ScriptOption, start: int, word: str, following: str | None) -> OptionSpot:
-    is_optional = option.value is OptionValue.OPTIONAL_BOOLEAN or (
-        option.value is OptionValue.BOOLEAN and option.form is OptionForm.JOINED
-    )
+    is_optional = option.value in (OptionValue.OPTIONAL_BOOLEAN, OptionValue.BOOLEAN)
     takes_next = following is not None and not (is_optional and following.lower() not in (*TRUE, *FALSE))
     if option.value in _VALUELESS or not takes_next or following is None:
         return OptionSpot(start, 1, "true" if option.value in _VALUELESS or is_optional else "", word)
@@ -142,6 +140,7 @@ class OptionEditor:
     def __init__(self, command: ScriptCommand) -> None:
         self._command = command
         self.head, self.arguments = split_command(command)
+        self.launcher_arguments = list(command.launcher_arguments)
         self.environment = dict(command.environment)
 
     def command(self) -> ScriptCommand:
@@ -149,6 +148,7 @@ class OptionEditor:
         return self._command.replace(
             words=(*self.head, *self.arguments),
             arguments=tuple(self.arguments),
+            launcher_arguments=tuple(self.launcher_arguments),
             environment=self.environment,
         )
 
@@ -156,22 +156,21 @@ class OptionEditor:
         """Set an option to a value, `true` or `false` for switches; return the change in words."""
         if option.form is OptionForm.VARIABLE:
             return self._set_variable(option.names[0], self._spell(option, value, None))
-        words = self.head if launcher else self.arguments
+        if not launcher:
+            return self._set_in(self.arguments, option, value, place=len(self.arguments))
+        self._set_in(self.launcher_arguments, option, value, place=0)
+        return self._set_in(self.head, option, value, place=self._launcher_end())
+
+    def _set_in(self, words: list[str], option: ScriptOption, value: str, *, place: int) -> str:
+        """Set an option in a list of words, at `place` if it is not there; return the change in words."""
         spots = find_spots(words, option)
-        before = " ".join(words[spots[-1].start : spots[-1].start + spots[-1].length]) if spots else ""
+        last = spots[-1] if spots else OptionSpot(place, 0, "", "")
+        before = " ".join(words[last.start : last.start + last.length])
         new = self._build_words(option, value, spots[-1] if spots else None)
+        words[last.start : last.start + last.length] = new
         for spot in reversed(spots[:-1]):
             # An earlier one counts for nothing, but a reader would take it for the value.
             del words[spot.start : spot.start + spot.length]
-        if spots:
-            shift = sum(spot.length for spot in spots[:-1])
-            start = spots[-1].start - shift
-            words[start : start + spots[-1].length] = new
-        elif launcher:
-            place = self._launcher_end()
-            words[place:place] = new
-        else:
-            words += new
         after = " ".join(new)
         if before == after:
             return ""
@@ -187,8 +186,7 @@ class OptionEditor:
                 self.head[number] = f"{name}={value}"
                 break
         else:
-            start = 1 if self.head and self.head[0] == "env" else 0
-            self.head.insert(start, f"{name}={value}")
+            self.head.insert(0, f"{name}={value}")
         return f"{name}={value} instead of {before}" if before is not None else f"{name}={value} added"
 
     def _launcher_end(self) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.errors import WrongUse
 from trimtab.scripts.command_options import OptionEditor
-from trimtab.scripts.knobs import COUNTS, PRECISIONS, SWITCHES, WORDS
+from trimtab.scripts.knobs import COUNTS, PRECISIONS, WORDS
 from trimtab.spec import Precision
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def read_word(knobs: KnobSet, field: str) -> str | None:
         for knob in own:
             if word in knob.words:
                 matches = matches + 1 if knob.words[word] == knob.current else -len(own) - 1
-            elif knob.option.value not in SWITCHES:
+            elif not knob.leaves_others:
                 matches = -len(own) - 1
             if matches < 0:
                 break
@@ -95,7 +95,10 @@ def write_setting(
     after = _write_counts(editor, knobs, setting, notes)
     for field in WORDS:
         after = _write_word(editor, after, field, _word_of(setting, field), notes)
-    return editor.command(), tuple(notes)
+    changed = editor.command()
+    if setting.data_parallel != knobs.world_size and command.world_size == knobs.world_size:
+        changed = changed.replace(processes=setting.data_parallel // max(1, command.nodes))
+    return changed, tuple(notes)
 
 
 def write_values(

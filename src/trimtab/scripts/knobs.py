@@ -71,6 +71,8 @@ class ScriptKnob(Noun, frozen=True, kw_only=True):
     """Its value on the command line, else its default; None if unknown."""
     is_given: bool = False
     """Whether the command line has it."""
+    leaves_others: bool = False
+    """Whether it says nothing about words that it does not have: --tf32 with bf16."""
     meaning: str = ""
     """Why this meaning was assumed, if the name alone does not say."""
     values: tuple[str, ...] = ()
@@ -130,6 +132,8 @@ class KnobFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     title: str
     value: OptionValue
+    is_typed: bool = True
+    """Whether it is known by options on the command line too, if the script cannot be read."""
     options: dict[str, str]
 
 
@@ -183,7 +187,7 @@ def find_knobs(command: ScriptCommand, sources: Sources | None = None) -> KnobSe
             )
         else:
             knobs.append(knob)
-    knobs = _settle_batches(_choose_knobs(knobs), sources, families)
+    knobs = _settle_batches(_choose_knobs(_settle_autocast(knobs)), sources, families)
     knobs += _launcher_knobs(command)
     notes += [f"{knob.name}: {knob.meaning}" for knob in knobs if knob.meaning]
     found = {knob.field for knob in knobs}
@@ -216,15 +220,16 @@ def _family_options(
     added = []
     for family in load_knob_table().family:
         marks = {name for name in family.options if "per_device" in name or name.startswith("trainer.")}
-        if family.name not in families and not typed & marks:
+        if family.name not in families and not (typed & marks and family.is_typed):
             continue
         for name, default in family.options.items():
             if f"--{name}" in known:
                 continue
             is_switch = default in ("True", "False", "None")
-            value = (
-                family.value if is_switch else OptionValue.INTEGER if default.isdigit() else OptionValue.TEXT
-            )
+            value = OptionValue.INTEGER if default.isdigit() else OptionValue.TEXT
+            if is_switch:
+                # A switch without a default needs its value: --tf32 true.
+                value = OptionValue.BOOLEAN if default == "None" else family.value
             dashed = f"--{name.replace('_', '-')}"
             added.append(
                 ScriptOption(
@@ -256,7 +261,12 @@ def _make_knob(
         if option.value in SWITCHES and current is not None:
             current = str(is_true(current)).lower()
     return ScriptKnob(
-        field=row.field, option=option, words=words, current=current, is_given=typed is not None
+        field=row.field,
+        option=option,
+        words=words,
+        leaves_others=option.value in SWITCHES,
+        current=current,
+        is_given=typed is not None,
     )
 
 
@@ -319,6 +329,22 @@ def _choose_spelling(option: ScriptOption, usual: str, current: str | None) -> d
     if sample is None:
         return dict(ordered[0])
     return next((dict(words) for words in ordered if sample in words.values()), None)
+
+
+def _settle_autocast(knobs: list[ScriptKnob]) -> list[ScriptKnob]:
+    """Let --amp-dtype say nothing where a switch such as --amp turns autocast off."""
+    is_switched = any(
+        knob.field == "precision" and knob.words.get("bf16") == knob.words.get("fp16") == "true"
+        for knob in knobs
+    )
+    return [
+        knob.replace(
+            words={word: text for word, text in knob.words.items() if word != "fp32"}, leaves_others=True
+        )
+        if is_switched and knob.field == "precision" and knob.option.value not in SWITCHES
+        else knob
+        for knob in knobs
+    ]
 
 
 def _choose_knobs(knobs: list[ScriptKnob]) -> list[ScriptKnob]:

@@ -76,10 +76,9 @@ class ScriptOption(Noun, frozen=True, kw_only=True):
         return next((name for name in self.names if name.startswith("--")), self.names[0])
 
 
-TRANSFORMERS_CLASSES = re.compile(
-    r"(?:Seq2Seq)?TrainingArguments|(?:SFT|DPO|KTO|ORPO|CPO|GRPO|PPO|RLOO|Reward|GKD|BCO)Config"
-)
-"""Classes of transformers and trl that hold per_device_train_batch_size and the like."""
+TRANSFORMERS_CLASSES = r"(?:Seq2Seq)?TrainingArguments"
+TRL_CLASSES = r"(?:SFT|DPO|KTO|ORPO|CPO|GRPO|PPO|RLOO|Reward|GKD|BCO)Config"
+"""Classes that hold per_device_train_batch_size and the like."""
 _DATACLASS_PARSERS = {"HfArgumentParser", "TrlParser", "add_arguments", "cli", "parse"}
 _ENVIRONMENT = {"environ.get", "getenv", "environ.setdefault"}
 
@@ -118,19 +117,17 @@ def find_families(sources: Sources) -> frozenset[str]:
     """Return the frameworks whose options the script takes: transformers, lightning, accelerate, hydra..."""
     text = "\n".join(sources.values())
     marks = {
-        "transformers": r"(?:HfArgumentParser|TrlParser)\s*\([^)]*(?:" + TRANSFORMERS_CLASSES.pattern + ")",
         "lightning": r"\bLightningCLI\b",
-        "accelerate": r"\bAccelerator\s*\(",
         "hydra": r"@hydra\.main|OmegaConf\.from_cli",
-        "nanogpt": r"configurator\.py",
         "split batches": r"split_batches\s*=\s*True",
     }
-    families = {name for name, mark in marks.items() if re.search(mark, text, re.DOTALL)}
-    # A subclass of TrainingArguments that is defined in the script has all its options.
-    parents = re.findall(r"class\s+(\w+)\s*\([^)]*(?:" + TRANSFORMERS_CLASSES.pattern + r")[^)]*\)", text)
-    parsed = re.findall(r"(?:HfArgumentParser|TrlParser)\s*\(([^)]*)\)", text)
-    if any(re.search(rf"\b{name}\b", arguments) for name in parents for arguments in parsed):
-        families.add("transformers")
+    families = {name for name, mark in marks.items() if re.search(mark, text)}
+    parsed = " ".join(re.findall(r"(?:HfArgumentParser|TrlParser)\s*\(([^)]*)\)", text))
+    for name, classes in (("transformers", TRANSFORMERS_CLASSES), ("trl", TRL_CLASSES)):
+        # A subclass that is defined in the script has all options too.
+        own = re.findall(rf"class\s+(\w+)\s*\([^)]*\b{classes}\b[^)]*\)", text)
+        if re.search(rf"\b(?:{'|'.join([classes, *own])})\b", parsed):
+            families.add(name)
     return frozenset(families)
 
 
@@ -159,7 +156,7 @@ def is_divided_by_ranks(variable: str, sources: Sources) -> str:
 
 
 def find_assignments(names: frozenset[str], sources: Sources) -> dict[str, tuple[str, str]]:
-    """Return where a script sets a name to a constant in its own text: name in small letters to (text, place)."""
+    """Return where a script sets a name to a constant: by name in small letters, its text and place."""
     assigned: dict[str, tuple[str, str]] = {}
     for path, text in sources.items():
         file = ScriptFile(path, text)
