@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 STEPS = 3
 """The first step creates optimizer states and workspaces, the second has all of them, the third is steady."""
+EXTRA_STEPS = 2
+"""Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
 OWN_FOLDER = str(Path(__file__).parent.parent)
@@ -152,6 +154,7 @@ class Observer:
     _repeated: int | None = None
     """Signature of the micro-batches that repeated in the step before."""
     _over_at: float = 0.0
+    _extra_steps: int = 0
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
@@ -294,10 +297,13 @@ class Observer:
         self._first = self._first or id(optimizer)
         if id(optimizer) != self._first:
             return
+        if self.is_over:
+            self._extra_steps += 1
+            if self._extra_steps > EXTRA_STEPS:
+                self.finish()
+            return
         self._close_step()
         self.steps += 1
-        if self.steps > STEPS:
-            self.finish()
         recorder = self.recorder
         recorder.mark_phase("end" if self.steps == STEPS else f"step{self.steps}", "activations")
         if self.steps == STEPS:

@@ -117,7 +117,7 @@ def _patch_fake_tensors(fake_mode: Any) -> None:
 
         return run
 
-    for method in ("numpy", "tolist", "__array__"):
+    for method in ("numpy", "tolist", "__array__", "__format__"):
         setattr(FakeTensor, method, as_real(method))
     original: Any = torch.Tensor.data
 
@@ -210,7 +210,7 @@ def _patch_loaders(observer: Observer) -> None:
     def next_batch(iterator: Any) -> Any:
         observer.check_time()
         count = iterator.__dict__.setdefault("_trimtab_count", 0)
-        if observer.is_over and count >= LAST_BATCHES:
+        if observer.is_over and (torch.is_grad_enabled() or count >= LAST_BATCHES):
             raise StopIteration
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
