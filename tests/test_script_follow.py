@@ -1,0 +1,199 @@
+"""A training script is followed as it is: its memory, its steps, and what it uses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import trimtab
+from trimtab.errors import CannotFollow, JobFailed, WrongUse
+from trimtab.probe.detect import as_cluster
+from trimtab.scripts.command import parse_command
+from trimtab.scripts.estimate import estimate_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trimtab.scripts.estimate import ScriptEstimate
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture
+def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ScriptEstimate]:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, on: str = "H200", script: str | None = None) -> ScriptEstimate:
+        if script is not None:
+            Path("train.py").write_text(script, encoding="utf-8")
+        typed = [str(SCRIPTS / word) if (SCRIPTS / word).is_file() else word for word in words]
+        command = parse_command([sys.executable, *typed], environment=os.environ)
+        return estimate_script(command, as_cluster(on))
+
+    return run
+
+
+def facts_of(found: ScriptEstimate) -> dict[str, str]:
+    return {fact.name: fact.value for fact in found.script.found}
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1000, 256)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(),
+                                                  nn.Linear(1024, 256)) for _ in range(4))
+        self.head = nn.Linear(256, 1000)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+"""
+
+LOOP = (
+    MODEL
+    + """
+model = Net().cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+while True:
+    tokens = torch.randint(0, 1000, (16, 64)).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    print(f"loss {loss.item():.3f}")
+"""
+)
+
+JOB = (
+    MODEL
+    + """
+class Job:
+    global_batch = 16
+    def model(self): return Net()
+    def batch(self, size): return torch.randint(0, 1000, (size, 64))
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+    def optimizer(self, params): return torch.optim.AdamW(params, fused=True)
+"""
+)
+
+
+def test_a_script_needs_what_the_same_training_needs_as_a_job(follow: Callable[..., ScriptEstimate]) -> None:
+    Path("job.py").write_text(JOB, encoding="utf-8")
+    job = trimtab.estimate("job.py:Job", "H200", micro_batch=16, precision="bf16")
+    found = follow("train.py", script=LOOP).estimate
+    # The job keeps its batch for all steps; the script makes a new one while the old one is still there.
+    assert abs(found.allocated_bytes - job.allocated_bytes) < 2**19
+    assert found.parts.weights == job.parts.weights
+    assert found.parts.optimizer == job.parts.optimizer
+    assert found.step_s == pytest.approx(job.step_s, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("key_value.py", {"accumulation": "4", "precision": "bf16", "sequence": "64"}),
+        ("gan.py", {"accumulation": "1", "precision": "fp32", "optimizer": "Adam (foreach)"}),
+        ("accumulate.py", {"accumulation": "2", "precision": "fp16"}),
+        ("lengths.py", {"micro_batch": "8", "optimizer": "RMSprop (foreach)"}),
+    ],
+)
+def test_a_script_shows_how_it_trains(
+    name: str, expected: dict[str, str], follow: Callable[..., ScriptEstimate]
+) -> None:
+    found = follow(name)
+    assert expected.items() <= facts_of(found).items()
+    assert [phase.name for phase in found.phases][:2] == ["first step", "steady step"]
+    assert found.estimate.step_s is not None
+
+
+def test_rank_0_of_several_processes_is_followed(follow: Callable[..., ScriptEstimate]) -> None:
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    replicated = follow(*launch, "ddp.py", "3", "1", on="2xH100")
+    assert {"gpus": "2", "strategy": "ddp"}.items() <= facts_of(replicated).items()
+    assert replicated.setting.data_parallel == 2
+    sharded = follow(*launch, "fsdp2.py", on="2xH100")
+    assert {"gpus": "2", "strategy": "fsdp"}.items() <= facts_of(sharded).items()
+
+
+def test_more_processes_than_gpus_are_refused(follow: Callable[..., ScriptEstimate]) -> None:
+    with pytest.raises(WrongUse, match="it starts 2 processes, and --on names 1 GPU"):
+        follow("-m", "torch.distributed.run", "--nproc-per-node", "2", "ddp.py", on="H100")
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "message"),
+    [
+        ("loss", JobFailed, r"ValueError: loss is not finite .*breaks.py, line \d+"),
+        ("data", JobFailed, "FileNotFoundError: shard-0001.tar is not there"),
+        ("import", JobFailed, "a_module_that_nobody_has"),
+        ("arguments", WrongUse, "exit code 2"),
+        ("no-step", CannotFollow, "without an optimizer step"),
+    ],
+)
+def test_a_script_that_fails_is_blamed_with_its_line(
+    where: str, kind: Any, message: str, follow: Callable[..., ScriptEstimate]
+) -> None:
+    with pytest.raises(kind, match=message) as raised:
+        follow("breaks.py", where)
+    assert type(raised.value) is kind
+
+
+def test_an_optimizer_and_tied_weights_survive_the_move_to_the_gpu(
+    follow: Callable[..., ScriptEstimate],
+) -> None:
+    script = (
+        MODEL
+        + """
+net = Net()
+net.head.weight = net.embed.weight
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net.cuda()
+assert net.head.weight is net.embed.weight
+while True:
+    loss = net(torch.randint(0, 1000, (4, 8), device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    found = follow("train.py", script=script)
+    assert found.estimate.parts.weights > found.trace.trainable * 4 * 0.99
+    assert found.trace.trainable == 1000 * 256 + 4 * (2 * 256 + 2 * 256 * 1024 + 1024 + 256) + 1000
+
+
+def test_values_that_a_script_reads_are_ordinary_numbers(follow: Callable[..., ScriptEstimate]) -> None:
+    script = (
+        MODEL
+        + """
+import math
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    tokens = torch.arange(32).view(4, 8)
+    out = net(tokens.cuda())
+    loss = out.square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    host = out.detach().cpu()
+    assert type(host) is torch.Tensor and host.numpy().shape == (4, 8, 1000)
+    assert math.isfinite(loss.item()) and f"{loss:.2f}" and loss.tolist() == loss.item()
+    # Integers that came from the CPU keep their values.
+    assert tokens.cuda()[2].cpu().tolist() == list(range(16, 24))
+    assert int((tokens.cuda() > 29).sum()) == 2
+"""
+    )
+    assert follow("train.py", script=script).estimate.allocated_bytes > 0
