@@ -642,7 +642,7 @@ def _describe_twice(result: LargestValue) -> Iterator[str]:
     """Yield what twice the largest value would need, then the changes that did not suffice."""
     following = result.next
     if following.change is None:
-        yield f"{result.of} {following.value:,}: no; {following.why_not}"
+        yield f"{result.of} {following.value:,} is not possible: {following.why_not}"
     else:
         estimate = following.change.estimate
         speed = "" if estimate.samples_per_s is None else f", {estimate.samples_per_s:,.3g} samples/s"

@@ -60,6 +60,11 @@ class LargestQuestion:
     request: MaxRequest
     worker: WorkerProcess
     families: dict[str, Family] = field(default_factory=dict)
+    """Traces by micro-batch."""
+    lines: dict[str, Family] = field(default_factory=dict)
+    """Traces by the value that is searched for."""
+    real: bool = False
+    """Whether nothing is interpolated any more."""
 
     def __post_init__(self) -> None:
         self.of = self.request.of.strip().replace("-", "_").lower()
@@ -103,7 +108,7 @@ class LargestQuestion:
                 self.estimate_value, step=self.step, limit=min(self.limit, MOST), tight=self.tight
             )
             largest = search.find(start)
-            if largest is not None and self.of == MICRO_BATCH:
+            if largest is not None:
                 largest = self._confirm(search, largest)
             if largest is not None:
                 return self._result(search, largest)
@@ -177,59 +182,67 @@ class LargestQuestion:
     def _get_traces(
         self, job: str, settings: Sequence[Setting], device: Device, **more: Any
     ) -> list[Trace | TrimtabError]:
-        """Return eager traces, from the worker process of this question."""
-        from trimtab.predict.traces import get_traces
+        """Return eager traces, interpolated if there are two others on whose line a value may be."""
+        from trimtab.predict.traces import get_traces, interpolate_family
 
+        if self.real:
+            return self._get_real_traces(job, settings, device, **more)
         eager = [setting.replace(compile=False) for setting in settings]
-        return get_traces(
-            job,
-            eager,
-            device,
-            **more,
-            families=self.families,
-            worker=self.worker,
-            partner=self.of == MICRO_BATCH,
-        )
+        if self.of == MICRO_BATCH:
+            return get_traces(job, eager, device, **more, families=self.families, worker=self.worker)
+        line = self.lines.get(self._line_key(job, eager[0], device, **more), {})
+        guess = interpolate_family(line, more["overrides"][self.of])
+        if guess is not None and not isinstance(guess, TrimtabError):
+            return [guess]
+        return self._get_real_traces(job, settings, device, **more)
 
     def _get_real_traces(
         self, job: str, settings: Sequence[Setting], device: Device, **more: Any
     ) -> list[Trace | TrimtabError]:
-        """Trace each setting itself, and use these traces for all that is interpolated later."""
-        from trimtab.trace.request import TraceRequest
-        from trimtab.trace.tracer import family_key, trace_settings
+        """Trace a setting itself, and use the trace for all that is interpolated later."""
+        from trimtab.trace.tracer import trace_settings
 
         eager = [setting.replace(compile=False) for setting in settings]
         traces = trace_settings(job, eager, device, **more, worker=self.worker)
         for setting, trace in zip(eager, traces, strict=True):
-            request = TraceRequest(
-                job=job,
-                overrides=more["overrides"],
-                setting=setting,
-                device=device,
-                clip=more["clip"],
-            )
-            self.families.setdefault(family_key(request), {})[setting.micro_batch] = trace
+            key = self._line_key(job, setting, device, **more)
+            if self.of == MICRO_BATCH:
+                self.families.setdefault(key, {})[setting.micro_batch] = trace
+            else:
+                self.lines.setdefault(key, {})[more["overrides"][self.of]] = trace
         return traces
 
+    def _line_key(self, job: str, setting: Setting, device: Device, **more: Any) -> str:
+        """Return a key of all that a trace depends on, except the value that is searched for."""
+        from trimtab.trace.request import TraceRequest
+        from trimtab.trace.tracer import family_key
+
+        options = {name: value for name, value in more["overrides"].items() if name != self.of}
+        request = TraceRequest(job=job, overrides=options, setting=setting, device=device, clip=more["clip"])
+        # The family of a micro-batch; other options are searched for at one micro-batch.
+        return family_key(request)
+
     def _confirm(self, search: ValueSearch, largest: int) -> int | None:
-        """Return the largest micro-batch after real traces at it and above it agree."""
+        """Return the largest value after real traces at it and at the next one agree."""
         for _ in range(CONFIRMATIONS):
             self.request.say(f"confirming {self.of} {largest:,}")
+            above = min((value for value in search.answers if value > largest), default=None)
             confirmed = {}
-            for value in (largest, largest + 1):
-                if value <= search.limit:
+            for value in (largest, above):
+                if value is not None:
                     request = self.with_value(value)
                     confirmed[value] = self.estimate(request, real=True, quick=not self.tight)[1]
             search.answers |= confirmed
-            if search.fits(largest) and (largest == search.limit or not search.fits(largest + 1)):
+            if search.fits(largest) and (above is None or not search.fits(above)):
                 return largest
             # The other answers were interpolated without these traces.
             search.answers = confirmed
             found = search.find(largest)
-            if found is None or found == largest:
-                return found
+            if found is None:
+                return None
             largest = found
-        return largest
+        self.real, search.answers = True, {}
+        return search.find(largest)
 
     def _result(self, search: ValueSearch, largest: int) -> LargestValue:
         from trimtab.jobs.load import find_job_name
@@ -243,7 +256,6 @@ class LargestQuestion:
                 found=f"the memory of a step does not grow with {self.of}: it was tried up to {largest:,}",
                 cure=f"Choose another of {', '.join([MICRO_BATCH, *sorted(self.numbers.values)])}.",
             )
-        # Find the smallest capacity that runs too, as `trimtab estimate` does.
         setting, estimate = self.estimate(self.with_value(largest))
         if isinstance(estimate, TrimtabError) or setting is None:
             raise estimate if isinstance(estimate, TrimtabError) else AssertionError
@@ -311,29 +323,49 @@ class LargestQuestion:
         answer = search.ask(twice)
         if isinstance(answer, TrimtabError):
             return TwiceAsMuch(value=twice, why_not=f"at {self.of} {twice:,} the job fails: {answer.found}")
-        return self._try_changes(twice, answer.need_bytes)
+        return self._try_changes(twice, answer)
 
-    def _try_changes(self, value: int, need_bytes: int) -> TwiceAsMuch:
+    def _try_changes(self, value: int, estimate: Estimate) -> TwiceAsMuch:
         """Try changes at a value, the cheapest first, up to the first that fits."""
         from trimtab.spec import SuggestedChange, TriedChange, TwiceAsMuch, Verdict
 
         tried: list[TriedChange] = []
-        tight = None
-        for flags, changes in list_changes(self.base, self.where, need_bytes):
+        known = {"": estimate}
+        for flags, changes in list_changes(self.base, self.where, estimate.band.high_bytes):
+            plain = known.get("full" if changes.get("recompute") else "", estimate)
+            if why := explain_shortage(plain, changes):
+                tried.append(TriedChange(what=flags, verdict=Verdict.DOES_NOT_FIT, error=why))
+                continue
             self.request.say(f"{self.of} {value:,} with {flags}")
             setting, answer = self.estimate(self.with_value(value, **changes))
             if isinstance(answer, TrimtabError) or setting is None:
                 found = answer.found if isinstance(answer, TrimtabError) else ""
                 tried.append(TriedChange(what=flags, verdict=None, error=found))
                 continue
-            tried.append(TriedChange(what=flags, verdict=answer.verdict, process_bytes=answer.process_bytes))
-            change = SuggestedChange(what=flags, setting=setting, estimate=answer)
-            if answer.verdict is Verdict.FITS:
+            if answer.verdict is Verdict.FITS_TIGHT and self.base.allocator != "expandable":
+                what, setting, answer = self._expand(value, flags, changes) or (flags, setting, answer)
+            else:
+                what = flags
+            if changes == {"recompute": "full"}:
+                known["full"] = answer
+            tried.append(TriedChange(what=what, verdict=answer.verdict, process_bytes=answer.process_bytes))
+            if answer.fits:
+                change = SuggestedChange(what=what, setting=setting, estimate=answer)
                 return TwiceAsMuch(value=value, change=change, tried=tuple(tried))
-            if answer.fits and tight is None:
-                tight = change
-        why = "" if tight else f"none of the {len(tried)} changes tried makes it fit"
-        return TwiceAsMuch(value=value, change=tight, why_not=why, tried=tuple(tried))
+        why = f"none of the {len(tried)} changes tried makes it fit"
+        return TwiceAsMuch(value=value, why_not=why, tried=tuple(tried))
+
+    def _expand(
+        self, value: int, flags: str, changes: dict[str, Any]
+    ) -> tuple[str, Setting, Estimate] | None:
+        """Return what fits tightly with expandable segments, if it then fits; it needs no other trace."""
+        from trimtab.spec import Verdict
+
+        request = self.with_value(value, **changes, allocator="expandable")
+        setting, answer = self.estimate(request)
+        if setting is None or isinstance(answer, TrimtabError) or answer.verdict is not Verdict.FITS:
+            return None
+        return f"{flags} --allocator expandable", setting, answer
 
     def _nothing_fits(self, smallest: int) -> NothingFits:
         """Return the error if even the smallest value does not fit, with a change that would fit."""
@@ -343,7 +375,7 @@ class LargestQuestion:
         estimate = self.estimate(self.with_value(smallest))[1]
         if isinstance(estimate, TrimtabError):
             raise estimate
-        nearest = self._try_changes(smallest, estimate.need_bytes)
+        nearest = self._try_changes(smallest, estimate)
         change = nearest.change
         error = NothingFits(
             f"--of {self.of} for {find_job_name(self.base.job)[0]} on {format_devices(self.where)}",
@@ -355,6 +387,28 @@ class LargestQuestion:
         )
         error.nearest = (change,) if change else ()
         return error
+
+
+def explain_shortage(estimate: Estimate, changes: dict[str, Any]) -> str:
+    """Return why a change cannot make it fit, by a lower bound that needs no trace; empty if it may.
+
+    fsdp shards weights, gradients and optimizer state, and leaves the rest. A narrower precision at best
+    halves all tensors.
+    """
+    parts = estimate.parts
+    sharded = parts.weights + parts.gradients + parts.optimizer
+    least = estimate.allocated_bytes
+    if "strategy" in changes:
+        least -= sharded - sharded // len(changes["on"].devices)
+    if "precision" in changes:
+        least //= 2
+    if least == estimate.allocated_bytes:
+        return ""
+    context = estimate.process_bytes - estimate.reserved_bytes
+    least = estimate.with_band(least + context)
+    if estimate.capacity_bytes is None or least <= estimate.capacity_bytes:
+        return ""
+    return f"it would still need {format_bytes(least)} or more"
 
 
 def list_changes(

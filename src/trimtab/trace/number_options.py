@@ -51,7 +51,7 @@ def describe_numbers(job: Any, name: str) -> NumberOptions:
     """
     stated = getattr(job, "limits", None) or {}
     limits, reasons = {}, {}
-    for option, limit in stated.items() if isinstance(stated, dict) else [("limits", stated)]:
+    for option, limit in stated.items() if isinstance(stated, dict) else [("it", str(stated))]:
         value, reason = limit if isinstance(limit, tuple | list) and len(limit) == 2 else (limit, "")  # noqa: PLR2004
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise JobFailed(
