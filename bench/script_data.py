@@ -254,7 +254,8 @@ def write_pairs(folder: Path) -> None:
         with (folder / f"{split}.csv").open("w", newline="", encoding="utf-8") as file:
             lines = csv.DictWriter(file, ["sentence1", "sentence2", "label"], extrasaction="ignore")
             lines.writeheader()
-            lines.writerows(rows)
+            # Words, because transformers takes no numbers as the names of labels.
+            lines.writerows({**row, "label": ("same", "other")[row["label"]]} for row in rows)
     files = "".join(
         f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "validation", "test")
     )

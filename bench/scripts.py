@@ -198,7 +198,7 @@ def _plain_cases() -> list[ScriptCase]:
             "vae",
             examples,
             "vae",
-            "python main.py --accel --batch-size 1024",
+            "python main.py --batch-size 1024",
             (data.write_digits,),
             copy="vae",
         ),
@@ -301,17 +301,6 @@ def _framework_cases() -> list[ScriptCase]:
             "python run_clm.py --model_name_or_path gpt2 --train_file train.txt --validation_file"
             " validation.txt --per_device_train_batch_size 8 --do_train --do_eval --bf16"
             " --block_size 1024 --output_dir out",
-            (data.write_gpt2, data.write_corpus),
-            copy=f"{root}/language-modeling",
-            packages=DATASETS,
-        ),
-        ScriptCase(
-            "transformers-clm-no-trainer",
-            "transformers",
-            f"{root}/language-modeling",
-            "python run_clm_no_trainer.py --model_name_or_path gpt2 --train_file train.txt --validation_file"
-            " validation.txt --per_device_train_batch_size 4 --gradient_accumulation_steps 2"
-            " --block_size 512 --output_dir out",
             (data.write_gpt2, data.write_corpus),
             copy=f"{root}/language-modeling",
             packages=DATASETS,
