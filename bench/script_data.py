@@ -255,7 +255,7 @@ def write_pairs(folder: Path) -> None:
             lines = csv.DictWriter(file, ["sentence1", "sentence2", "label"], extrasaction="ignore")
             lines.writeheader()
             # Words, because transformers takes no numbers as the names of labels.
-            lines.writerows({**row, "label": ("same", "other")[row["label"]]} for row in rows)
+            lines.writerows({**row, "label": "other" if row["label"] else "same"} for row in rows)
     files = "".join(
         f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "validation", "test")
     )
