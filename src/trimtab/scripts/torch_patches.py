@@ -268,13 +268,13 @@ def _patch_compile(observer: Observer) -> None:
     """Follow compiled models without compiling; what compiling saves is guessed afterwards."""
 
     def compile_nothing(model: Any = None, **_: Any) -> Any:
-        observer.learn("compile", "true", f"torch.compile, {find_script_line()}")
+        observer.learn("compile", "true", "torch.compile")
         return model if model is not None else (lambda function: function)
 
     put(torch, "compile", compile_nothing)
 
     def compile_module(module: Any, *_: Any, **__: Any) -> None:
-        observer.learn("compile", "true", f"Module.compile, {find_script_line()}")
+        observer.learn("compile", "true", "Module.compile")
 
     put(torch.nn.Module, "compile", compile_module)
 
@@ -286,7 +286,7 @@ def _patch_checkpointing(observer: Observer) -> None:
 
     @functools.wraps(original)
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        observer.learn("recompute", "full", f"torch.utils.checkpoint, {find_script_line()}")
+        observer.learn("recompute", "full", "torch.utils.checkpoint")
         return original(*args, **kwargs)
 
     put(checkpointing, "checkpoint", checkpoint)

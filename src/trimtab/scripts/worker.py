@@ -74,6 +74,8 @@ def run_worker(request_file: str, result_file: str) -> None:
 def _set_environment(request: ScriptRequest) -> None:
     command = request.command
     os.environ.update(command.environment)
+    # Fake tensors belong to one thread.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(request.devices)))
     if command.launcher == "torchrun" or command.world_size > 1:
         os.environ.update(
