@@ -103,9 +103,9 @@ def write_glue(folder: Path) -> None:
     data.write_metric(folder, "accuracy")
 
 
-def write_lightning_digits(folder: Path) -> None:
-    """Write MNIST's files where Lightning's examples look for them."""
-    data.write_digits(folder, "Datasets")
+def write_accuracy(folder: Path) -> None:
+    """Write the metric that run_clm.py loads by name."""
+    data.write_metric(folder, "accuracy")
 
 
 def _plain_cases() -> list[ScriptCase]:
@@ -302,7 +302,7 @@ def _framework_cases() -> list[ScriptCase]:
             "python run_clm.py --model_name_or_path gpt2 --train_file train.txt --validation_file"
             " validation.txt --per_device_train_batch_size 8 --do_train --do_eval --bf16"
             " --block_size 1024 --output_dir out",
-            (data.write_gpt2, data.write_corpus),
+            (data.write_gpt2, data.write_corpus, write_accuracy),
             copy=f"{root}/language-modeling",
             packages=DATASETS,
         ),
@@ -334,7 +334,7 @@ def _framework_cases() -> list[ScriptCase]:
             ".",
             "python trl/scripts/sft.py --model_name_or_path llama-1b --dtype bfloat16 --dataset_name chats"
             " --learning_rate 2.0e-4 --packing --max_length 1024 --per_device_train_batch_size 2"
-            " --gradient_accumulation_steps 8 --gradient_checkpointing --use_peft --lora_r 32"
+            " --gradient_accumulation_steps 2 --gradient_checkpointing --use_peft --lora_r 32"
             " --lora_alpha 16 --output_dir out",
             (data.write_llama, data.write_chats),
             copy="trl",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import comm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.errors import CannotFollow
@@ -163,6 +164,14 @@ def _patch_optimizers(observer: Observer) -> None:
             if any(hasattr(tensor, MOVED) for tensor in group["params"]):
                 group["params"] = [follow_moves(tensor) for tensor in group["params"]]
 
+    make: Any = torch.optim.Optimizer.__init__
+
+    @functools.wraps(make)
+    def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        observer.has_optimizer = True
+        make(optimizer, *args, **kwargs)
+
+    put(torch.optim.Optimizer, "__init__", init)
     original = torch.optim.Optimizer.zero_grad
 
     @functools.wraps(original)
@@ -262,6 +271,9 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
 
     if devices > 1:
         put(torch.nn.DataParallel, "__init__", refuse)
+    # On one GPU nn.DataParallel passes its inputs on, but calls functions that only torch for CUDA has.
+    put(comm, "scatter", lambda tensor, gpus, *_, **__: (tensor.to(torch.device("cuda", gpus[0])),))
+    put(comm, "gather", lambda tensors, *_, **__: tensors[0])
 
 
 def _patch_compile(observer: Observer) -> None:
