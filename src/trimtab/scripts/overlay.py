@@ -106,6 +106,8 @@ class Overlay:
         while left:
             part = left.pop()
             if part == "..":
+                if current and not self.is_folder(current):
+                    raise self.missing_error(f"{current}/..", path)
                 current = current.rpartition("/")[0]
                 continue
             step = f"{current}/{part}"
@@ -164,7 +166,7 @@ class Overlay:
             return upper
         lower = self.lower(resolved)
         # A path that does not exist, so that the caller gets the usual error.
-        return upper if lower is None else path if lower == resolved else lower
+        return upper if lower is None else path if lower == whole else lower
 
     def state(self, resolved: str) -> os.stat_result | None:
         """Return the status of a resolved path as the script sees it; None if it does not exist."""
@@ -196,7 +198,7 @@ class Overlay:
         if self.is_real(resolved):
             return resolved
         status = self.state(resolved)
-        if status is not None and exclusive:
+        if exclusive and (status is not None or self.state(self.resolve(whole, follow=False)) is not None):
             raise make_error(errno.EEXIST, path)
         if status is None and not create:
             raise self.missing_error(resolved, path)
@@ -371,12 +373,15 @@ class Overlay:
             raise self.missing_error(first, source, path)
         if self.state(second) is not None:
             raise make_error(errno.EEXIST, source, path)
-        if _is_folder(found):
+        kind = stat_modes.S_IFMT(real.lstat(found).st_mode)
+        if kind == stat_modes.S_IFDIR:
             raise make_error(errno.EPERM, source, path)
+        if kind == stat_modes.S_IFLNK:
+            return self.symlink(real.readlink(found), path)
         self._make_parents(second, path)
-        if not is_below(found, self.scratch) and not stat_modes.S_ISLNK(real.lstat(found).st_mode):
+        if not is_below(found, self.scratch):
             found = self.prepare_write(first, keep=True, create=False)
-        return real.link(found, self.upper + second, follow_symlinks=False)
+        return real.link(found, self.upper + second)
 
     # Folders.
 
