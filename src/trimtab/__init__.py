@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
+    from trimtab.jobs.optimizers import OptimizerPart
     from trimtab.spec import Cluster, Device, Finding, Link, Node, Stage
     from trimtab.training.run import Run
 
@@ -53,6 +54,7 @@ __all__ = [
     "Job",
     "Link",
     "Node",
+    "OptimizerPart",
     "Run",
     "Stage",
     "TrimtabError",
@@ -84,6 +86,7 @@ __all__ = [
 _MODULES = dict.fromkeys(__all__, "trimtab.api") | {
     **dict.fromkeys(("Cluster", "Device", "Finding", "Link", "Node", "Stage"), "trimtab.spec"),
     "Job": "trimtab.jobs.job",
+    "OptimizerPart": "trimtab.jobs.optimizers",
     "Run": "trimtab.training.run",
     "TrimtabError": "trimtab.errors",
 }
