@@ -111,7 +111,9 @@ def check_small_batch(job: Any) -> BatchLoss:
             if result.additive is additive
         )
     )
-    return result if len(results) == 1 or not result.why else result.replace(why=f"{name}: {result.why}")
+    if len(results) == 1 or result.additive or not result.why:
+        return result
+    return result.replace(why=f"{name}: {result.why}")
 
 
 def _judge_loss(job: Any, loss: Any, model: nn.Module, samples: int) -> BatchLoss:

@@ -176,7 +176,7 @@ def prepare(
                 cuda=device.type == "cuda",
             ),
             gradients=phase.gradients,
-            loss=request.loss or phase.loss or _job_loss(request.job, branch),
+            loss=phase.loss or request.loss or _job_loss(request.job, branch),
             schedules=_make_schedules(request, phase),
         )
         for phase in arranged.phases
