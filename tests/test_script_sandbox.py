@@ -232,10 +232,13 @@ target = str(Path("native.bin").absolute()).encode()
 results["open"] = [library.open(target, os.O_CREAT | os.O_WRONLY, 0o644), ctypes.get_errno()]
 results["change"] = [library.open(target[:-10] + b"log.txt", os.O_WRONLY), ctypes.get_errno()]
 results["unlink"] = [library.unlink(target[:-10] + b"log.txt"), ctypes.get_errno()]
+Path("made.txt").write_text("made")
 def run(*words, **options):
     return subprocess.run(words, capture_output=True, text=True, **options)
 results["child"] = run("sh", "-c", "echo x > child.txt; rm -rf data; mv log.txt other.txt").stderr
-results["python"] = run(sys.executable, "-c", "open('inner.txt', 'w')").stderr
+results["inner"] = run(sys.executable, "-c", "open('inner.txt', 'w').write(open('made.txt').read())").stderr
+results["inner"] += Path("inner.txt").read_text()
+results["isolated"] = run(sys.executable, "-I", "-c", "open('isolated.txt', 'w')").stderr
 results["scratch"] = run("sh", "-c", "echo x > $TMPDIR/child.txt; cat $TMPDIR/child.txt").stdout
 results["device"] = run("sh", "-c", "echo x > /dev/null").returncode
 Path("made").mkdir()
@@ -246,7 +249,9 @@ results["cwd"] = run("pwd", cwd="made").returncode
     for name in ("open", "change", "unlink"):
         assert found[name] == [-1, errno.EACCES]
     assert found["child"].lower().count("permission denied") >= 3
-    assert "Permission" in found["python"]
+    # A Python that the script starts sees the same files; one that is isolated is only kept from writing.
+    assert found["inner"] == "made"
+    assert "Permission" in found["isolated"]
     assert (found["scratch"], found["device"], found["cwd"]) == ("x\n", 0, 0)
 
 
