@@ -229,7 +229,8 @@ class Observer:
         """Return whether the coming micro-batch repeats the ones before it."""
         units = self.units
         if self.is_over:
-            return True
+            # A script without an optimizer reads its gradients, and skipped calls leave none.
+            return self.has_optimizer
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
             return len(units) > 0
