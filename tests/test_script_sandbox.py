@@ -220,6 +220,10 @@ client = socket.create_connection(server.getsockname())
 client.sendall(b"local")
 results["local"] = server.accept()[0].recv(5).decode()
 results["wandb"] = os.environ["WANDB_MODE"]
+import subprocess
+program = "import urllib.request; urllib.request.urlopen('https://example.org')"
+done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
+results["child"] = done.stderr
 """
     found = run_script(user, body)
     assert len(found["texts"]) == 5
@@ -229,6 +233,8 @@ results["wandb"] = os.environ["WANDB_MODE"]
     assert {attempt["address"] for attempt in attempts} == {"example.org", "192.0.2.1:443", "192.0.2.1:53"}
     assert all(attempt["where"].startswith("train.py:") for attempt in attempts)
     assert found["wandb"] == "disabled"
+    # A program that the script starts is sent to a proxy that does not answer.
+    assert "Connection refused" in found["child"]
 
 
 @needs_landlock
