@@ -115,6 +115,9 @@ results["mode"] = oct(os.stat("run.sh").st_mode)
 os.truncate("run.sh", 2)
 os.utime("run.sh", (1, 1))
 results["utime"] = [os.path.getsize("run.sh"), os.path.getmtime("run.sh")]
+import concurrent.futures
+with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    pool.submit(Path("thread.txt").write_text, "x").result()
 handler = logging.FileHandler("train.log")
 handler.emit(logging.makeLogRecord({"msg": "hello"}))
 with open("table.csv", "w", newline="") as table:
@@ -135,6 +138,8 @@ results["folder"] = [os.getcwd(), os.path.abspath("inside.txt"), os.listdir(".")
 os.chdir("../..")
 results["sizes"] = {name: os.path.getsize(name) for name in ("train.log", "table.csv", "runs.sqlite")}
 results["name"] = open("table.csv").name
+open("closed.txt", "w").write("x")
+results["closed"] = Path("closed.txt").read_text()
 os.remove("table.csv")
 errors = {}
 for name, call in {
@@ -174,6 +179,7 @@ results["errors"] = errors
     assert found["sizes"]["train.log"] == 6
     assert found["sizes"]["runs.sqlite"] > 1000
     assert found["name"] == "table.csv"
+    assert found["closed"] == "x"
     assert found["errors"] == {
         "missing": [errno.ENOENT, "nowhere/x"],
         "exists": [errno.EEXIST, "log.txt"],
@@ -188,6 +194,8 @@ results["errors"] = errors
     number = int(writes["train.log"]["where"].removeprefix("train.py:"))
     assert "FileHandler" in lines[number - 1]
     assert writes["train.log"]["bytes"] == 6
+    number = int(writes["thread.txt"]["where"].removeprefix("train.py:"))
+    assert "thread.txt" in lines[number - 1]
     assert (writes["table.csv"]["is_removed"], writes["table.csv"]["bytes"]) == (True, 5)
 
 
@@ -212,6 +220,10 @@ client = socket.create_connection(server.getsockname())
 client.sendall(b"local")
 results["local"] = server.accept()[0].recv(5).decode()
 results["wandb"] = os.environ["WANDB_MODE"]
+import subprocess
+program = "import urllib.request; urllib.request.urlopen('https://example.org')"
+done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
+results["child"] = done.stderr
 """
     found = run_script(user, body)
     assert len(found["texts"]) == 5
@@ -221,6 +233,8 @@ results["wandb"] = os.environ["WANDB_MODE"]
     assert {attempt["address"] for attempt in attempts} == {"example.org", "192.0.2.1:443", "192.0.2.1:53"}
     assert all(attempt["where"].startswith("train.py:") for attempt in attempts)
     assert found["wandb"] == "disabled"
+    # A program that the script starts is sent to a proxy that does not answer.
+    assert "Connection refused" in found["child"]
 
 
 @needs_landlock
