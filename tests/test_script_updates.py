@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def follow(script: str, *arguments: str, on: str = "H200") -> ScriptEstimate:
-    words = [sys.executable, str(SCRIPTS / script), *arguments]
+def follow(script: str, *arguments: str, on: str = "H200", launcher: tuple[str, ...] = ()) -> ScriptEstimate:
+    words = [sys.executable, *launcher, str(SCRIPTS / script), *arguments]
     return estimate_script(parse_command(words, environment=os.environ), as_cluster(on))
 
 
@@ -48,6 +48,15 @@ def test_data_parallel_on_one_gpu_passes_its_inputs_on() -> None:
 def test_data_parallel_on_two_gpus_is_refused() -> None:
     with pytest.raises(CannotFollow, match="DataParallel"):
         follow("classifier.py", "--data-parallel", on="2xH200")
+
+
+def test_fully_shard_moves_a_model_from_the_cpu() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    plain, moved = (
+        follow("fsdp2.py", *flags, on="2xH200", launcher=torchrun) for flags in ((), ("--build-on-cpu",))
+    )
+    assert moved.estimate.parts.weights == plain.estimate.parts.weights
+    assert moved.estimate.parts.optimizer == plain.estimate.parts.optimizer > 0
 
 
 SAVES = """
