@@ -1,4 +1,4 @@
-"""Split the batch of another framework exactly: find what its loss is a mean over, and cut the batch by rows."""
+"""Split the batch of another framework exactly: by rows, weighted by what its loss is a mean over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_ELEMENTS = 1 << 20
 MOST_PARAMETERS = 8
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 NARROW_TOLERANCE = 0.03
-"""Relative difference that rounding explains, by the dtype of the weights; the last one for half precision."""
+"""Relative difference that rounding explains, by the dtype of the weights; the last for half precision."""
 
 
 class SplitRule(NamedTuple):
@@ -46,7 +46,7 @@ def iterate_tensors(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
     elif hasattr(batch, "items"):
-        for _, value in batch.items():
+        for value in batch.values():
             yield from iterate_tensors(value)
     elif isinstance(batch, list | tuple):
         for value in batch:
@@ -128,13 +128,29 @@ def use_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextlib.contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Restore the random state of torch, Python and numpy, so that reading a batch changes no training."""
+    import random
+
+    import numpy as np
+
+    states = (random.getstate(), np.random.get_state(), torch.random.get_rng_state())  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.random.set_rng_state(states[2])
+
+
 def find_split_rule(
     model: nn.Module, loss: Callable[[Any], Any], batch: Any, *, most: int = MOST_SAMPLES
 ) -> tuple[SplitRule | None, str]:
     """Return how the loss of this batch can be split, or None and the reason.
 
-    Up to `most` samples are compared with their two halves, without dropout: the loss, and the gradients of a few
-    small parameters. Losses that compare samples with each other match no rule.
+    Up to `most` samples are compared with their two halves, without dropout: the loss, and the gradients of
+    a few small parameters. Losses that compare samples with each other match no rule.
     """
     why = why_not_rows(batch)
     if why:

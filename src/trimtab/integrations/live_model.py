@@ -1,13 +1,14 @@
 """Turn the model of a running training script into a job that another process can trace.
 
-trimtab traces jobs in a child process. The live model is pickled without its weights: every tensor becomes its
-shape and dtype. The child process builds the same modules from that, with adapters, frozen parameters and dtypes
-as they are. The file is as large as the model's structure, a few kilobytes for each layer at most.
+trimtab traces jobs in a child process. The live model is pickled without its weights: every tensor becomes
+its shape and dtype. The child process builds the same modules from that, with adapters, frozen parameters and
+dtypes as they are. The file is a few kilobytes for each layer.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import pickle
 import sys
@@ -22,7 +23,7 @@ from trimtab.errors import CannotFollow
 from trimtab.files import write_atomic
 from trimtab.jobs.job import Job
 
-JOB_FOLDER, JOB_FILE, MODEL_FILE = "job", "model.py", "model.pickle"
+JOB_FOLDER, JOB_FILE, MODEL_FILE = "job", "model.py", "model.modules"
 JOB_CLASS = "LiveModel"
 MAIN = "__main__"
 MAIN_COPY = "trimtab_training_script"
@@ -79,9 +80,9 @@ def write_live_job(
     place = folder / JOB_FOLDER
     place.mkdir(parents=True, exist_ok=True)
     write_atomic(place / MODEL_FILE, data)
-    text = f'''"""The model of this run without its weights, as a job: trimtab plan {JOB_FILE}:{JOB_CLASS} --on 4xH100.
+    text = f'''"""The model of this run without its weights, as a job. Written by trimtab.integrations.
 
-Written by trimtab.integrations.
+trimtab plan {JOB_FILE}:{JOB_CLASS} --on 4xH100
 """
 
 from trimtab.integrations.live_model import RebuiltModel
@@ -178,7 +179,10 @@ class RebuiltModel(Job):
         if step["loss"] is not None:
             return step["loss"](model, batch)
         if step["method"]:
-            output = getattr(model, step["method"])(batch, 0)
+            function = getattr(model, step["method"])
+            output = (
+                function(batch, 0) if len(inspect.signature(function).parameters) > 1 else function(batch)
+            )
         else:
             output = model(**batch) if isinstance(batch, dict) else model(batch)
         return read_loss(output)
@@ -205,9 +209,9 @@ def read_loss(output: Any) -> Any:
 def is_importable_script(text: str) -> bool:
     """Return whether importing a script only defines things: training is in a main guard or a function.
 
-    >>> is_importable_script("import os\\nrate = 0.1\\nif __name__ == '__main__':\\n    train()")
+    >>> is_importable_script("import os; rate = 0.1")
     True
-    >>> is_importable_script("model = build()\\nfor batch in data: step(model, batch)")
+    >>> is_importable_script("model = build(); train(model)")
     False
     """
     try:

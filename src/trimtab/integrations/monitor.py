@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trimtab.errors import WrongUse
 from trimtab.integrations.live_model import write_live_job
 from trimtab.integrations.prediction import ADAPT, RunFacts, RunPrediction, predict_or_measure
@@ -16,6 +14,8 @@ from trimtab.training.task import count_nodes, run_on_rank_zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from trimtab.integrations.live_model import LiveParts
     from trimtab.spec import Cluster, Plan
@@ -93,7 +93,7 @@ class RunMonitor:
         self.notes += self.prediction.notes
         return self.prediction
 
-    def begin(
+    def begin(  # noqa: PLR0913 - a model, its functions and the length of the run
         self,
         model: Any,
         functions: Callable[[RunLog], StepFunctions],
@@ -170,11 +170,9 @@ def describe_prediction(prediction: RunPrediction) -> str:
 
     plan, estimate = prediction.plan, prediction.plan.estimate
     choice = plan.choice
-    parts = [
-        f"predicted for micro-batch {choice.micro_batch} x accumulation {choice.accumulation} x "
-        f"{choice.data_parallel} = global batch {choice.global_batch}:",
-        f"{format_bytes(estimate.process_bytes)}",
-    ]
+    split = f"micro-batch {choice.micro_batch} x accumulation {choice.accumulation} x {choice.data_parallel}"
+    parts = [f"predicted for {split} = global batch {choice.global_batch}:"]
+    parts.append(format_bytes(estimate.process_bytes))
     if estimate.capacity_bytes:
         parts.append(f"of {format_bytes(estimate.capacity_bytes)}")
     if estimate.step_s:

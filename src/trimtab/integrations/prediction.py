@@ -1,7 +1,7 @@
 """Predict a training run of another framework, and choose a micro-batch that fits.
 
-The framework's own choices are pinned: precision, recomputation, optimizer, number of ranks. Only the split of the
-global batch into micro-batches may change, and only to sizes that divide it evenly.
+The framework's own choices are pinned: precision, recomputation, optimizer, number of ranks. Only the split
+of the global batch into micro-batches may change, and only to sizes that divide it evenly.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def predict_run(
     best = max(plans, key=lambda plan: plan.estimate.samples_per_s or 0.0)
     choice = best.choice
     note = (
-        f"micro-batch {facts.micro_batch} x accumulation {facts.accumulation} is changed to {choice.micro_batch} "
-        f"x {choice.accumulation}; the global batch of {facts.global_batch} stays"
+        f"micro-batch {facts.micro_batch} x accumulation {facts.accumulation} is changed to "
+        f"{choice.micro_batch} x {choice.accumulation}; the global batch of {facts.global_batch} stays"
     )
     if choice.micro_batch == facts.micro_batch:
         return RunPrediction(best)
@@ -184,7 +184,9 @@ def check_given_plan(given: Plan | str | Path, facts: RunFacts) -> RunPrediction
         "strategy": str(choice.strategy),
     }
     actual = {name: getattr(facts, name) for name in planned}
-    wrong = [f"{name} {planned[name]}, not {actual[name]}" for name in planned if planned[name] != actual[name]]
+    wrong = [
+        f"{name} {planned[name]}, not {actual[name]}" for name in planned if planned[name] != actual[name]
+    ]
     name = "the plan" if isinstance(given, Plan) else f"plan {given}"
     if wrong:
         raise WrongUse(
@@ -194,17 +196,16 @@ def check_given_plan(given: Plan | str | Path, facts: RunFacts) -> RunPrediction
         )
     share = facts.micro_batch * facts.accumulation
     if share % choice.micro_batch:
+        smaller = next(size for size in list_divisors(share) if size < choice.micro_batch)
         raise WrongUse(
             name,
-            found=f"its micro-batch {choice.micro_batch} does not divide the {share} samples of a rank evenly",
-            cure=f"Plan with --pin micro_batch={next(s for s in list_divisors(share) if s < choice.micro_batch)}.",
+            found=f"its micro-batch {choice.micro_batch} does not divide the {share} samples of a rank",
+            cure=f"Plan with --pin micro_batch={smaller}.",
         )
-    notes = ()
+    notes: tuple[str, ...] = ()
     if choice.micro_batch != facts.micro_batch:
-        notes = (
-            f"micro-batch {facts.micro_batch} is changed to {choice.micro_batch}, as planned; the global batch of "
-            f"{facts.global_batch} stays",
-        )
+        change = f"micro-batch {facts.micro_batch} is changed to {choice.micro_batch}, as planned"
+        notes = (f"{change}; the global batch of {facts.global_batch} stays",)
     return RunPrediction(plan, notes, is_predicted=bool(plan.estimate.allocated_bytes))
 
 
@@ -220,7 +221,8 @@ def predict_or_measure(  # noqa: PLR0913 - a run and what may be changed
 ) -> RunPrediction:
     """Return the plan of a run: checked, predicted, or without a prediction and with the reason.
 
-    A plan that does not match, or no micro-batch that fits, is an error. A model that cannot be rebuilt is not.
+    A plan that does not match is an error, and so is a model of which no micro-batch fits. A model that
+    cannot be rebuilt is not.
     """
     if plan is not None:
         return check_given_plan(plan, facts)

@@ -1,7 +1,8 @@
 """Go on after an out-of-memory error: run the same batch again in smaller parts, with the same gradient.
 
 The gradients of an optimizer step are accumulated on each rank without communication, so that a rank that
-needs several attempts keeps no other rank waiting in a collective. They are averaged over the ranks at the end.
+needs several attempts keeps no other rank waiting in a collective. They are averaged over the ranks at the
+end.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class RankFlags(NamedTuple):
     """Whether this rank has events that rank 0 does not have."""
 
 
-class RecoveryFailed(RuntimeError):
+class RecoveryFailedError(RuntimeError):
     """Raised on all ranks if a rank ran out of memory and could not go on."""
 
 
@@ -79,7 +80,7 @@ def why_not_recoverable(model: Any) -> str:
     names = {base.__name__ for base in type(model).__mro__}
     sharded = names & {"FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}
     if sharded:
-        return f"{sorted(sharded)[0]} communicates in every pass, so a rank cannot repeat one alone"
+        return f"{min(sharded)} communicates in every pass, so a rank cannot repeat one alone"
     return ""
 
 
@@ -124,9 +125,14 @@ class MicroBatchRecovery:
         return None if current == NO_LIMIT else current
 
     @property
+    def is_wrapped(self) -> bool:
+        """Whether the model is wrapped by DistributedDataParallel, even with a single rank."""
+        return isinstance(self.model, DistributedDataParallel)
+
+    @property
     def is_distributed(self) -> bool:
         """Whether gradients are averaged over ranks."""
-        return isinstance(self.model, DistributedDataParallel) and dist.get_world_size() > 1
+        return self.is_wrapped and dist.get_world_size() > 1
 
     def begin_step(self) -> None:
         """Begin an optimizer step, with no gradients."""
@@ -172,9 +178,7 @@ class MicroBatchRecovery:
         parts = split_rows(batch, even_micro_batch(size, samples))
         shares = self._rule.shares(parts)
         # The mean over no labels is not a number.
-        losses = [
-            self.functions.run(part, share) for part, share in zip(parts, shares, strict=True) if share
-        ]
+        losses = [self.functions.run(part, share) for part, share in zip(parts, shares, strict=True) if share]
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _find_rule(self, batch: Any) -> SplitRule:
@@ -215,8 +219,8 @@ class MicroBatchRecovery:
         assert self._rule is not None  # noqa: S101 - two samples have a rule
         self._record(
             f"{size} samples at once ran out of memory: {first}",
-            f"the same {samples} samples are run {change.sizes.current} at a time with the same gradient (the "
-            f"loss is {self._rule.name}); the global batch stays",
+            f"the same {samples} samples are run {change.sizes.current} at a time with the same gradient "
+            f"(the loss is {self._rule.name}); the global batch stays",
         )
 
     def _record(self, why: str, done: str) -> None:
@@ -229,7 +233,7 @@ class MicroBatchRecovery:
 
     @contextlib.contextmanager
     def _without_sync(self) -> Iterator[None]:
-        if not self.is_distributed:
+        if not self.is_wrapped:
             yield
             return
         model: Any = self.model
@@ -244,7 +248,7 @@ class MicroBatchRecovery:
         unused = any(parameter.grad is None for parameter in trained)
         flags = self._exchange(RankFlags(unused=unused, events=self.has_events))
         if flags.failed:
-            raise RecoveryFailed("another rank ran out of memory and could not go on; see its error")
+            raise RecoveryFailedError("another rank ran out of memory and could not go on; see its error")
         if flags.unused:
             trained = self._fill_missing(trained)
         average_gradients([parameter.grad for parameter in trained if parameter.grad is not None], self.model)
@@ -299,4 +303,3 @@ def average_gradients(gradients: list[torch.Tensor], model: Any) -> None:
         dist.all_reduce(flat, group=group)
         for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(summed)
-

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from trimtab.launching.run_summary import build_summary, remove_summary, write_summary
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training.events import EventLog
 from trimtab.training.process_group import World
@@ -71,6 +72,8 @@ class RunLog:
     def begin(self, *, step: int, steps: int | None) -> None:
         """Begin an attempt after `step` steps; `steps` is the length of the run."""
         self.folder.rewind(step)
+        if self.world.is_main:
+            remove_summary(self.folder.root)
         self.events.begin_attempt()
         self.events.step = step
         if steps:
@@ -116,25 +119,30 @@ class RunLog:
         data_wait_s: float | None = None,
         micro_batch: int | None = None,
         attempts: int = 1,
+        samples: int | None = None,
     ) -> StepLine:
-        """Write the line of a step; all ranks call it with their own loss, and the mean is written."""
-        if self.world.size > 1:
-            mean = torch.tensor([loss], dtype=torch.float64)
-            dist.all_reduce(mean, group=self.group)
-            loss = float(mean) / self.world.size
-        time_s = max(self._clock.lap(), 1e-9)
+        """Write the line of a step; all ranks call it with their own loss and samples."""
         choice = self.plan.choice
+        size = self.world.size
+        if size > 1:
+            own = choice.global_batch / size if samples is None else samples
+            sums = torch.tensor([loss, own], dtype=torch.float64)
+            dist.all_reduce(sums, group=self.group)
+            loss, samples = float(sums[0]) / size, round(float(sums[1]))
+        taken = choice.global_batch if samples is None else samples
+        time_s = max(self._clock.lap(), 1e-9)
+        share = taken / choice.global_batch
+        # A run on the CPU has no MFU, whatever device was predicted.
+        mfu = compute_mfu(self.plan.estimate, choice.gpus, size, share, time_s)
         allocated, reserved = measure_memory()
         line = StepLine(
             step=step,
             epoch=int(epoch),
             loss=loss if loss - loss == 0 else None,
             time_s=time_s,
-            samples=choice.global_batch,
-            samples_per_s=choice.global_batch / time_s,
-            mfu=compute_mfu(self.plan.estimate, choice.gpus, self.world.size, 1.0, time_s)
-            if self.prediction.is_predicted
-            else None,
+            samples=taken,
+            samples_per_s=taken / time_s,
+            mfu=mfu if self.prediction.is_predicted and allocated is not None else None,
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             data_wait_s=data_wait_s,
@@ -178,9 +186,31 @@ class RunLog:
             return
         self._is_open = False
         self.events.end_attempt(error)
+        if error is None:
+            self._write_summary()
         for text in self._compare():
             self.say(text)
         self.folder.close()
+
+    def _write_summary(self) -> None:
+        lines = self.folder.read_lines() if self.world.is_main else []
+        if not lines:
+            return
+        on_gpu = torch.cuda.is_available()
+        workload = self.plan.workload
+        epoch_samples = None if workload is None else workload.samples
+        summary = build_summary(
+            self.plan.job,
+            self.plan,
+            self.events.attempt,
+            lines,
+            self.folder.read_events(),
+            epoch_samples=epoch_samples or self.plan.choice.global_batch,
+            device=torch.cuda.get_device_name() if on_gpu else None,
+            gpus_there=None,
+            now_s=time.time(),
+        )
+        write_summary(self.folder.root, summary)
 
     def _compare(self) -> list[str]:
         if self.last is None or not self.prediction.is_predicted:

@@ -3,9 +3,9 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[TrimtabCallback(out="runs/mine")])
     trainer.train()
 
-Before training it predicts memory and speed, and changes the micro-batch if it would not fit; the global batch
-stays. It logs measured beside predicted figures, and goes on with smaller micro-batches after an out-of-memory
-error.
+Before training it predicts memory and speed, and changes the micro-batch if it would not fit; the global
+batch stays. It logs measured beside predicted figures, and goes on with smaller micro-batches after an
+out-of-memory error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from trimtab.integrations.batches import count_samples, iterate_tensors
+from trimtab.integrations.batches import count_samples, keep_random_state
 from trimtab.integrations.live_model import LiveParts, read_loss
 from trimtab.integrations.monitor import RunMonitor
 from trimtab.integrations.prediction import RunFacts
@@ -40,8 +40,8 @@ class TransformersCallback(TrainerCallback):
     """Predicts, logs and protects a run of the Trainer; see `trimtab.integrations.transformers`.
 
     `plan` is a plan or its file to check; without it one is made. `on` names GPUs other than this machine's.
-    `adapt` says when the micro-batch may change: "if-needed", "fastest" or "never". `memory` is the share of the
-    GPU that may be used. With `recover=False` an out-of-memory error ends the run.
+    `adapt` says when the micro-batch may change: "if-needed", "fastest" or "never". `memory` is the share of
+    the GPU that may be used. With `recover=False` an out-of-memory error ends the run.
     """
 
     def __init__(  # noqa: PLR0913 - options, all with defaults
@@ -64,6 +64,7 @@ class TransformersCallback(TrainerCallback):
         self._given_batch = batch
         self._trainer: Any = trainer
         self._loss: Any = 0.0
+        self._samples = 0
         self._factor = 1.0
         self._items: Any = None
         self._wait_s = 0.0
@@ -100,7 +101,7 @@ class TransformersCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin an optimizer step."""
         del args, state, control, kwargs
-        self._loss = 0.0
+        self._loss, self._samples = 0.0, 0
         if self.monitor.recovery is not None:
             self.monitor.recovery.begin_step()
 
@@ -115,6 +116,7 @@ class TransformersCallback(TrainerCallback):
             epoch=state.epoch or 0.0,
             lr=float(rates[0]) if rates else None,
             data_wait_s=self._wait_s,
+            samples=self._samples,
         )
         self._wait_s = 0.0
 
@@ -167,6 +169,7 @@ class TransformersCallback(TrainerCallback):
                 self.monitor.record_failure(error)
                 raise
             self._loss = self._loss + loss.detach()
+            self._samples += count_samples(inputs)
             return loss
 
         def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,12 +218,12 @@ class TransformersCallback(TrainerCallback):
 
 def _find_trainer(callback: TrainerCallback) -> Any:
     """Return the Trainer that is calling this callback: transformers does not pass it."""
-    frame = sys._getframe(1)  # noqa: SLF001
+    frame: Any = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, Trainer) and callback in owner.callback_handler.callbacks:
             return owner
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     from trimtab.errors import WrongUse
 
     raise WrongUse(
@@ -283,7 +286,7 @@ def read_parts(trainer: Any, micro_batch: int, given: Any = None) -> LiveParts:
 class CustomLoss:
     """A loss that is not the model's own: label smoothing, a function, or a subclass of Trainer."""
 
-    def __init__(self, trainer: type, function: Any, smoother: Any) -> None:
+    def __init__(self, trainer: Any, function: Any, smoother: Any) -> None:
         self.trainer = trainer
         self.function = function
         self.smoother = smoother
@@ -350,25 +353,5 @@ def _has_length(sample: Any) -> bool:
     return hasattr(sample, "get") and hasattr(sample.get("input_ids"), "__len__")
 
 
-class keep_random_state:  # noqa: N801 - a context manager, used like a function
-    """Restore the random state of torch, Python and numpy, so that reading a batch changes no training."""
-
-    def __enter__(self) -> None:
-        import random
-
-        import numpy as np
-
-        self._states = (random.getstate(), np.random.get_state(), torch.random.get_rng_state())  # noqa: NPY002
-
-    def __exit__(self, *error: object) -> None:
-        import random
-
-        import numpy as np
-
-        random.setstate(self._states[0])
-        np.random.set_state(self._states[1])  # noqa: NPY002
-        torch.random.set_rng_state(self._states[2])
-
-
 TrimtabCallback = TransformersCallback
-__all__ = ["TrimtabCallback", "iterate_tensors"]
+"""The name for users; class names are unique in the package."""
