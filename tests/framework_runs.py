@@ -190,6 +190,7 @@ def train_accelerate(
 
     from trimtab.integrations.accelerate import TrimtabRun
 
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=False)  # noqa: SLF001
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = model if model is not None else TextModel()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -207,7 +208,7 @@ def train_accelerate(
                     accelerator.backward(value)
                 else:
                     value = run.backward(batch)
-                losses.append(float(value))
+                losses.append(float(value.detach()))
                 optimizer.step()
                 optimizer.zero_grad()
             done += accelerator.sync_gradients

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from framework_runs import Limit, TextModel, text_samples
-from trimtab.integrations.lightning import TrimtabCallback
+from trimtab.integrations.lightning import LightningCallback as LightningCallback
 
 
 class TextModule(pl.LightningModule):
@@ -98,7 +98,7 @@ def all_lightning_runs(folder: str) -> dict[str, Any]:
     last = int(os.environ.get("WORLD_SIZE", "1")) - 1
 
     def run(name: str, limit: Limit | None = None) -> dict[str, Any]:
-        return train_lightning(module=TextModule(limit), callback=TrimtabCallback(out=place / name))
+        return train_lightning(module=TextModule(limit), callback=LightningCallback(out=place / name))
 
     return {
         "plain": train_lightning(),

@@ -129,6 +129,25 @@ def use_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def detect_autocast(model: nn.Module) -> Iterator[list[bool]]:
+    """Give a list that is not empty once a layer of the model has run under autocast."""
+    seen: list[bool] = []
+
+    def look(_: Any, inputs: Any) -> None:
+        kinds = {tensor.device.type for tensor in iterate_tensors(inputs)}
+        if not seen and any(torch.is_autocast_enabled(kind) for kind in kinds):
+            seen.append(True)
+
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
+    handles = [module.register_forward_pre_hook(look) for module in leaves]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
 def keep_random_state() -> Iterator[None]:
     """Restore the random state of torch, Python and numpy, so that reading a batch changes no training."""
     import random
@@ -165,10 +184,10 @@ def find_split_rule(
     whole = take_rows(batch, rows)
     halves = [take_rows(batch, rows[: count // 2]), take_rows(batch, rows[count // 2 :])]
     parameters = _pick_parameters(model)
-    with use_evaluation_mode(model), torch.random.fork_rng():
+    with use_evaluation_mode(model), torch.random.fork_rng(), detect_autocast(model) as casts:
         together, *apart = [_measure(loss, part, parameters) for part in (whole, *halves)]
     tolerance = max(TOLERANCES.get(parameter.dtype, NARROW_TOLERANCE) for parameter in model.parameters())
-    if torch.is_autocast_enabled(together.device.type) or together.dtype not in TOLERANCES:
+    if casts or together.dtype not in TOLERANCES:
         tolerance = NARROW_TOLERANCE
     gaps = [(_gap(together, apart, rule.shares(halves)), number) for number, rule in enumerate(RULES)]
     gap, best = min((gap, number) for gap, number in gaps if gap == gap)  # noqa: PLR0124 - not NaN

@@ -6,10 +6,12 @@ of the global batch into micro-batches may change, and only to sizes that divide
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.api.detecting import detect
+from trimtab.api.estimating import first_device, look_at_all, make_setting
 from trimtab.api.planning import plan as make_plan
 from trimtab.errors import NothingFits, TrimtabError, WrongUse
 from trimtab.planner.plan_files import read_plan_file
@@ -105,6 +107,7 @@ def predict_run(
     sizes = list_divisors(share)
     if adapt == "if-needed":
         sizes = [size for size in sizes if size < facts.micro_batch]
+    _trace_together(job, facts, cluster, sizes)
     plans = []
     last = own
     for size in sizes:
@@ -126,6 +129,16 @@ def predict_run(
         return RunPrediction(best)
     why = own.found if isinstance(own, NothingFits) else "it is predicted to be the fastest that fits"
     return RunPrediction(best, (f"{note}: {why}",))
+
+
+def _trace_together(job: str, facts: RunFacts, cluster: Cluster, sizes: list[int]) -> None:
+    """Trace all sizes in one process, so that their plans need none; what fails is said by the plans."""
+    words: Any = facts.pins
+    settings = [
+        make_setting(micro_batch=size, allocator="default", nodes=facts.nodes, **words) for size in sizes
+    ]
+    with contextlib.suppress(TrimtabError):
+        look_at_all(job, settings, first_device(cluster), where=cluster, clip=facts.clip)
 
 
 def _keep_own(job: str, facts: RunFacts, cluster: Cluster, own: Plan | NothingFits) -> RunPrediction:
