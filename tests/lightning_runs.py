@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from framework_runs import Limit, TextModel, text_samples
-from trimtab.integrations.lightning import LightningCallback as LightningCallback
+from trimtab.integrations.lightning import LightningCallback
 
 
 class TextModule(pl.LightningModule):

@@ -117,6 +117,7 @@ def test_lightning_learns_the_same_whatever_fails(tmp_path: Path, one_thread: No
     del one_thread
     pytest.importorskip("lightning")
     import lightning_runs
+    from trimtab.integrations.lightning import LightningCallback
 
     answer = lightning_runs.all_lightning_runs(str(tmp_path))
     check_runs([answer], tmp_path, failing={"forward": "4 samples", "backward": "2 samples"})
@@ -124,7 +125,7 @@ def test_lightning_learns_the_same_whatever_fails(tmp_path: Path, one_thread: No
     manual = lightning_runs.ManualModule(runs.Limit(2))
     with pytest.raises(torch.OutOfMemoryError):
         lightning_runs.train_lightning(
-            module=manual, callback=lightning_runs.LightningCallback(out=tmp_path / "manual"), accumulation=1
+            module=manual, callback=LightningCallback(out=tmp_path / "manual"), accumulation=1
         )
     assert "the run ends" in read_run(tmp_path / "manual").events[0].done
 
