@@ -3,8 +3,8 @@
     python bench/framework_cases.py transformers|lightning|accelerate [--micro-batch N] [--out DIR]
 
 Each trains a GPT-2 of 124 million weights on random tokens in bf16, and prints a line of JSON:
-what the callback predicted, what torch measured, and the error. With `--oom SAMPLES` the memory of the process
-is limited so that batches of more than about SAMPLES samples do not fit. The run has to recover.
+what the callback predicted, what torch measured, and the error. With `--oom SAMPLES` the process has a memory
+limit at which batches of more than about SAMPLES samples do not fit. The run has to recover.
 """
 
 from __future__ import annotations
