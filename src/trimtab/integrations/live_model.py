@@ -157,7 +157,7 @@ class RebuiltModel(Job):
 
     @property
     def _step(self) -> dict[str, Any]:
-        """All but the model, which is built anew each time."""
+        """All but the model, which is built again each time."""
         if self._parts is None:
             with torch.device("meta"):
                 self._parts = {key: value for key, value in self._load().items() if key != "model"}

@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import WrongUse
+from trimtab.errors import CannotFollow, EnvironmentFault, WrongUse
 from trimtab.integrations.live_model import write_live_job
 from trimtab.integrations.prediction import ADAPT, RunFacts, RunPrediction, predict_or_measure
-from trimtab.integrations.recovery import MicroBatchRecovery, StepFunctions, why_not_recoverable
+from trimtab.integrations.recovery import (
+    MicroBatchRecovery,
+    RecoveryFailedError,
+    StepFunctions,
+    why_not_recoverable,
+)
 from trimtab.integrations.run_log import RunLog, find_world
+from trimtab.training.oom_recovery import is_out_of_memory
 from trimtab.training.task import count_nodes, run_on_rank_zero
 
 if TYPE_CHECKING:
@@ -52,6 +58,8 @@ class RunMonitor:
         self.prediction: RunPrediction | None = None
         self.log: RunLog | None = None
         self.recovery: MicroBatchRecovery | None = None
+        self.why_not = ""
+        """Why trimtab cannot go on after an out-of-memory error; empty if it can."""
         self.notes: list[str] = []
         """What the user should know before the first step."""
 
@@ -64,8 +72,6 @@ class RunMonitor:
 
         def build_job() -> tuple[str, list[str]]:
             if problem:
-                from trimtab.errors import CannotFollow
-
                 raise CannotFollow(
                     name, found=problem, cure="Measured figures are logged without a prediction."
                 )
@@ -107,7 +113,7 @@ class RunMonitor:
         assert self.prediction is not None  # noqa: S101 - predict() comes first
         log = self.log = RunLog(self.out, self.prediction, seed=seed)
         log.begin(step=step, steps=steps)
-        why = why_not_recoverable(model) if self.recover else "recover=False"
+        self.why_not = why = why_not_recoverable(model) if self.recover else "recover=False"
         planned = self.prediction.micro_batch if self.prediction.micro_batch < batch else None
         if why:
             self.notes.append(f"after an out-of-memory error the run ends: {why}")
@@ -137,18 +143,24 @@ class RunMonitor:
             log.say(describe_prediction(self.prediction))
 
     def record_failure(self, error: BaseException) -> None:
-        """Write that an out-of-memory error ends the run, if nothing else has written it."""
-        from trimtab.training.oom_recovery import is_out_of_memory
-
+        """Write that an error ends the run, and for an out-of-memory error why trimtab could not go on."""
         if self.log is None:
             return
-        if self.recovery is None and is_out_of_memory(error):
-            first = str(error).strip().split("\n")[0][:160]
-            why = why_not_recoverable(None) or "recovery is off"
-            self.log.events.pending.clear()
-            if self.log.world.is_main:
-                self.log.record_memory_event(f"a pass ran out of memory: {first}", f"the run ends: {why}")
-        self.log.end(error)
+        if not is_out_of_memory(error) and not isinstance(error, RecoveryFailedError):
+            self.log.end(error)
+            return
+        first = str(error).strip().split("\n")[0][:160]
+        if self.recovery is None and self.log.world.size == 1:
+            self.log.record_memory_event(
+                f"a pass ran out of memory: {first}", f"the run ends: {self.why_not}"
+            )
+        self.log.end(
+            EnvironmentFault(
+                "a training step",
+                found=f"it ran out of memory: {first}",
+                cure="Use less memory: gradient checkpointing, a shorter sequence, or more GPUs.",
+            )
+        )
 
     def end_step(self, step: int, loss: float | torch.Tensor, **fields: Any) -> dict[str, float]:
         """Write the line of a step, and return figures for the framework's own log."""

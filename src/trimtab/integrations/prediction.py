@@ -6,7 +6,6 @@ of the global batch into micro-batches may change, and only to sizes that divide
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,15 +13,17 @@ from trimtab.api.detecting import detect
 from trimtab.api.estimating import first_device, look_at_all, make_setting
 from trimtab.api.planning import plan as make_plan
 from trimtab.errors import NothingFits, TrimtabError, WrongUse
+from trimtab.planner.estimator_interface import available_bytes
 from trimtab.planner.plan_files import read_plan_file
 from trimtab.probe.detect import as_cluster
 from trimtab.spec import Plan, Reason, Workload
 from trimtab.training.task import build_cpu_plan, repeat_node
+from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.spec import Cluster
+    from trimtab.spec import Cluster, Estimate
 
 ADAPT = ("if-needed", "fastest", "never")
 
@@ -98,69 +99,71 @@ def predict_run(
 
     Raises NothingFits if no micro-batch fits.
     """
-    share = facts.micro_batch * facts.accumulation
-    own = _plan_micro_batch(job, facts, cluster, facts.micro_batch, memory)
-    if adapt == "never":
-        return _keep_own(job, facts, cluster, own)
-    if adapt == "if-needed" and isinstance(own, Plan):
-        return RunPrediction(own)
-    sizes = list_divisors(share)
+    device = first_device(cluster)
+    most = memory * available_bytes(device)
+    (own,) = _estimate_sizes(job, facts, cluster, [facts.micro_batch])
+    own_fits = own.band.high_bytes <= most
+    if adapt == "never" and not own_fits:
+        return _keep_own(job, facts, own, most)
+    if adapt != "fastest" and own_fits:
+        return RunPrediction(_plan_micro_batch(job, facts, cluster, facts.micro_batch, memory))
+    sizes = list_divisors(facts.micro_batch * facts.accumulation)
     if adapt == "if-needed":
-        sizes = [size for size in sizes if size < facts.micro_batch]
-    _trace_together(job, facts, cluster, sizes)
-    plans = []
-    last = own
-    for size in sizes:
-        last = _plan_micro_batch(job, facts, cluster, size, memory)
-        if isinstance(last, Plan):
-            plans.append(last)
-            if adapt == "if-needed":
-                break
-    if not plans:
-        assert isinstance(last, NothingFits)  # noqa: S101 - the smallest size did not fit either
-        raise last
-    best = max(plans, key=lambda plan: plan.estimate.samples_per_s or 0.0)
-    choice = best.choice
-    note = (
-        f"micro-batch {facts.micro_batch} x accumulation {facts.accumulation} is changed to "
-        f"{choice.micro_batch} x {choice.accumulation}; the global batch of {facts.global_batch} stays"
+        sizes = [size for size in sizes if size < facts.micro_batch] or [facts.micro_batch]
+    # One process traces all sizes, and two traces give the others.
+    estimates = zip(sizes, _estimate_sizes(job, facts, cluster, sizes), strict=True)
+    fitting = {size: estimate for size, estimate in estimates if estimate.band.high_bytes <= most}
+    if not fitting:
+        # This raises NothingFits, with what would help.
+        return RunPrediction(_plan_micro_batch(job, facts, cluster, sizes[-1], memory))
+    best = max(fitting)
+    if adapt == "fastest":
+        best = max(fitting, key=lambda size: (fitting[size].samples_per_s or 0.0, size))
+    plan = _plan_micro_batch(job, facts, cluster, best, memory)
+    if best == facts.micro_batch:
+        return RunPrediction(plan)
+    why = "it is predicted to be the fastest that fits" if own_fits else _describe_shortage(own, most)
+    change = (
+        f"micro-batch {facts.micro_batch} x accumulation {facts.accumulation} is changed to {best} x "
+        f"{plan.choice.accumulation}; the global batch of {facts.global_batch} stays"
     )
-    if choice.micro_batch == facts.micro_batch:
-        return RunPrediction(best)
-    why = own.found if isinstance(own, NothingFits) else "it is predicted to be the fastest that fits"
-    return RunPrediction(best, (f"{note}: {why}",))
+    return RunPrediction(plan, (f"{change}: {why}",))
 
 
-def _trace_together(job: str, facts: RunFacts, cluster: Cluster, sizes: list[int]) -> None:
-    """Trace all sizes in one process, so that their plans need none; what fails is said by the plans."""
-    words: Any = facts.pins
+def _estimate_sizes(job: str, facts: RunFacts, cluster: Cluster, sizes: list[int]) -> list[Estimate]:
+    """Return the estimate of each micro-batch size; raise what fails."""
+    words: Any = {key: value for key, value in facts.pins.items() if key != "micro_batch"}
+    share = facts.micro_batch * facts.accumulation
     settings = [
-        make_setting(micro_batch=size, allocator="default", nodes=facts.nodes, **words) for size in sizes
-    ]
-    with contextlib.suppress(TrimtabError):
-        look_at_all(job, settings, first_device(cluster), where=cluster, clip=facts.clip)
-
-
-def _keep_own(job: str, facts: RunFacts, cluster: Cluster, own: Plan | NothingFits) -> RunPrediction:
-    if isinstance(own, Plan):
-        return RunPrediction(own)
-    # Plan it on all of the memory, to have figures to compare with; if even that does not fit, say so.
-    roomy = _plan_micro_batch(job, facts, cluster, facts.micro_batch, 1.0)
-    if isinstance(roomy, Plan):
-        return RunPrediction(roomy, (f"little memory is left: {own.found}",))
-    note = f"predicted to run out of memory: {own.found}. {own.cure}"
-    return RunPrediction(make_measured_plan(job, facts, note), (note,), is_predicted=False)
-
-
-def _plan_micro_batch(
-    job: str, facts: RunFacts, cluster: Cluster, size: int, memory: float
-) -> Plan | NothingFits:
-    try:
-        return make_plan(
-            job, cluster, pins=facts.pins | {"micro_batch": size}, memory=memory, clip=facts.clip
+        make_setting(micro_batch=size, allocator="default", nodes=facts.nodes, **words).replace(
+            accumulation=share // size, global_batch=facts.global_batch
         )
-    except NothingFits as error:
-        return error
+        for size in sizes
+    ]
+    answers = look_at_all(job, settings, first_device(cluster), where=cluster, clip=facts.clip)
+    estimates = []
+    for answer in answers:
+        if isinstance(answer, TrimtabError):
+            raise answer
+        estimates.append(answer[0])
+    return estimates
+
+
+def _describe_shortage(estimate: Estimate, most: float) -> str:
+    need, room = format_bytes(estimate.band.high_bytes), format_bytes(int(most))
+    return f"up to {need} are predicted, and {room} may be used"
+
+
+def _keep_own(job: str, facts: RunFacts, own: Estimate, most: float) -> RunPrediction:
+    """Return a plan for a micro-batch that is not expected to fit, because nothing may change."""
+    note = f"the micro-batch may not fit: {_describe_shortage(own, most)}"
+    plan = make_measured_plan(job, facts, note).replace(estimate=own, recommendation=note)
+    return RunPrediction(plan, (note,))
+
+
+def _plan_micro_batch(job: str, facts: RunFacts, cluster: Cluster, size: int, memory: float) -> Plan:
+    pins = facts.pins | {"micro_batch": size}
+    return make_plan(job, cluster, pins=pins, memory=memory, clip=facts.clip)
 
 
 def make_measured_plan(job: str, facts: RunFacts, why: str) -> Plan:
