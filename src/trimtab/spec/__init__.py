@@ -16,6 +16,7 @@ from trimtab.spec.hardware import (
     Vendor,
     Versions,
 )
+from trimtab.spec.largest import LargestValue, TriedChange, TriedValue, TwiceAsMuch, ValueLimit
 from trimtab.spec.plan import (
     Candidate,
     Comparison,
@@ -50,7 +51,7 @@ from trimtab.spec.run import (
     WatchedRun,
     WatchSample,
 )
-from trimtab.spec.script import PhasePeak, ScriptCommand, ScriptFact
+from trimtab.spec.script import PhasePeak, ScriptCommand, ScriptFact, ScriptReport
 from trimtab.spec.setting import Allocator, Mesh, OptimizerImplementation, Recompute, Setting, Share, Strategy
 from trimtab.spec.trace import KINDS, PARTS, SizeCause, Trace, Work
 from trimtab.spec.workload import BatchLoss, Workload
@@ -79,6 +80,7 @@ __all__ = [
     "IncidentKind",
     "JobProgress",
     "JobView",
+    "LargestValue",
     "Launch",
     "LaunchKind",
     "Link",
@@ -104,6 +106,7 @@ __all__ = [
     "Scheduler",
     "ScriptCommand",
     "ScriptFact",
+    "ScriptReport",
     "Setting",
     "Severity",
     "Share",
@@ -116,6 +119,10 @@ __all__ = [
     "SuggestedChange",
     "Summary",
     "Trace",
+    "TriedChange",
+    "TriedValue",
+    "TwiceAsMuch",
+    "ValueLimit",
     "Vendor",
     "Verdict",
     "Versions",

@@ -20,10 +20,18 @@ class ScriptCommand(Noun, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     """What the script itself gets: the words after the target."""
     environment: dict[str, str] = {}
-    """Variables that the command or its launcher sets."""
+    """Variables that the command sets."""
     processes: int = 1
     """Processes on each node."""
+    processes_follow_gpus: bool = False
+    """The launcher starts a process for each GPU of a node; `processes` is then a placeholder."""
     nodes: int = 1
+    interpreter_options: tuple[str, ...] = ()
+    """Options of Python itself: -u, -O, -W ignore."""
+    launcher_arguments: tuple[str, ...] = ()
+    """Options of torchrun or accelerate launch."""
+    added_arguments: tuple[str, ...] = ()
+    """Words that the launcher puts before `arguments`: --local-rank=0 of torch.distributed.launch."""
     notes: tuple[str, ...] = ()
     """What was left out of the command or assumed about it, for the user to see."""
 
@@ -55,3 +63,14 @@ class PhasePeak(Noun, frozen=True, kw_only=True):
     allocated_bytes: int
     reserved_bytes: int
     note: str = ""
+
+
+class ScriptReport(Noun, frozen=True, kw_only=True):
+    """What was found out about a training command."""
+
+    command: str
+    """The command line."""
+    found: tuple[ScriptFact, ...]
+    writes: tuple[str, ...] = ()
+    """Files that the script would have written, with their sizes; nothing was written."""
+    notes: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
-from trimtab.jobs.job import Job
+from trimtab.jobs.job import Job, has_longest
 from trimtab.jobs.load import job_error, load_job, tracing_error
 from trimtab.spec import PARTS, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
@@ -43,6 +43,7 @@ from trimtab.trace.server import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.engine.update_phases import UpdatePhase
     from trimtab.trace.cpu_check import CpuCheckResult
     from trimtab.trace.repeated_blocks import RepeatedBlocks
 
@@ -54,6 +55,9 @@ steady state of the allocator."""
 WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
 """How to trace a model of many equal blocks: all of them; only a few; or a few, checked against a forward
 pass of all."""
+
+
+LONGEST_NOTE = "memory is that of longest(), the longest batch of the job; time is that of batch()"
 
 
 def seed_random_numbers() -> None:
@@ -74,6 +78,12 @@ def prepare_job(requests: TraceRequests) -> Any:
     job = load_job(requests.job, requests.overrides)
     import_ahead(job)
     return job
+
+
+def reload_job(requests: TraceRequests) -> Any:
+    """Load the job with other options, in a process that has it already."""
+    seed_random_numbers()
+    return load_job(requests.job, requests.overrides)
 
 
 def trace_job(  # noqa: PLR0913 - a request, and how to trace it
@@ -137,17 +147,29 @@ def _trace_model(built: _BuiltModel, *, forward: bool = False) -> Trace:
     counts = _run_steps(built, forward=forward)
     recorder.paused = True
     chosen = built.job.assumptions if isinstance(built.job, Job) else ()
+    if has_longest(built.job):
+        chosen = (*chosen, LONGEST_NOTE)
     assumed = (
         *chosen,
         *recorder.kernels.assumptions,
         *fake_ops.list_script_assumptions(),
         *recorder.kernels.unfused_notes,
     )
+    phases = counts.pop("update_phases", [])
+    assumed += tuple(note for note in map(_frequency_note, phases) if note)
     compiled = counts.pop("lost_compiled", {})
     assumed += tuple(f"under torch.compile {text}" for text in compiled)
     if not forward:
-        counts["no_compile_gain"] = _no_compile_gain(recorder, compiled)
+        several = "the optimizers have their own losses, which trimtab does not compile"
+        counts["no_compile_gain"] = several if len(phases) > 1 else _no_compile_gain(recorder, compiled)
     return Trace(**_columns(recorder), **counts, assumptions=assumed)
+
+
+def _frequency_note(phase: UpdatePhase) -> str:
+    """Return a note on a loss that is not computed in every step; empty if it is."""
+    if phase.every == 1:
+        return ""
+    return f"time: a step in which {phase.name} is updated, which is one in {phase.every}; others are shorter"
 
 
 def _no_compile_gain(recorder: Any, unfused: dict[str, None]) -> str:
@@ -282,18 +304,53 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     if not recorder.uses_compile:
         # Compiled code has no modules, and hooks would be compiled too.
         recorder.track_modules(state.model, state.entries)
+    if state.after_step is not None:
+        state.after_step = _blame_hook("after_step()", state.after_step)
     recorder.mark_phase("batch", "inputs")
-    seed_random_numbers()
-    with _blame_member(f"batch({setting.micro_batch})"):
-        batch = steps.make_batch(job, setting, "cuda")
+    # The longest batch gives the memory, and the usual one the time.
+    longest = has_longest(job)
+    batch = _make_batch(job, setting, longest=longest)
     if forward:
         recorder.mark_phase("step0", "activations")
         with _blame_member("loss()"):
-            steps.compute_loss(state, batch)
+            for phase in state.phases:
+                steps.compute_loss(state, batch, phase.loss)
         return {}
     if not recorder.uses_compile:
         _note_is_compiling_calls(recorder.kernels)
         _note_double_backward(recorder.kernels)
+    kept = _run_timed_steps(built, state, batch, names)
+    recorder.mark_phase("end", "activations")
+    if longest:
+        _record_usual_step(built, state)
+    recorder.records_work = False
+    lost_compiled = _lost_by_compiling(state, batch, recorder)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in state.model.parameters()]
+    return {
+        "parameters": sum(count for count, _ in sizes),
+        "trainable": sum(count for count, learns in sizes if learns),
+        "recomputed": state.recomputed,
+        "part": rank.number,
+        "rank": rank.words,
+        "lost_compiled": lost_compiled,
+        "update_phases": state.phases,
+        **(
+            {}
+            if state.stage is None
+            else {
+                "kept_bytes": kept[1],
+                "handed_bytes": state.stage.handed_bytes,
+                "shared": state.stage.shared,
+            }
+        ),
+    }
+
+
+def _run_timed_steps(built: _BuiltModel, state: Any, batch: Any, names: dict[int, str]) -> list[int]:
+    """Run the steps of a trace; return the bytes that each forward pass left for its backward pass."""
+    from trimtab.engine import step as steps
+
+    request, recorder = built.request, built.recorder
     kept: list[int] = []
     for number in range(STEPS):
         if number == STEPS - 1:
@@ -308,27 +365,39 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
                 state, [batch], clip=request.clip, between=lambda: kept.append(recorder.live_bytes())
             )
         _label_tensors(state, recorder, names)
-    recorder.mark_phase("end", "activations")
-    recorder.records_work = False
-    lost_compiled = _lost_by_compiling(state, batch, recorder)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in state.model.parameters()]
-    return {
-        "parameters": sum(count for count, _ in sizes),
-        "trainable": sum(count for count, learns in sizes if learns),
-        "recomputed": state.recomputed,
-        "part": rank.number,
-        "rank": rank.words,
-        "lost_compiled": lost_compiled,
-        **(
-            {}
-            if state.stage is None
-            else {
-                "kept_bytes": kept[1],
-                "handed_bytes": state.stage.handed_bytes,
-                "shared": state.stage.shared,
-            }
-        ),
-    }
+    return kept
+
+
+def _make_batch(job: Any, setting: Setting, *, longest: bool) -> Any:
+    """Return a micro-batch of batch() or longest() on the fake device."""
+    from trimtab.engine import step as steps
+
+    seed_random_numbers()
+    with _blame_member(f"{'longest' if longest else 'batch'}({setting.micro_batch})"):
+        return steps.make_batch(job, setting, "cuda", longest=longest)
+
+
+def _record_usual_step(built: _BuiltModel, state: Any) -> None:
+    """Replace the operations of the last step by those of a step with batch(); memory stays as it is."""
+    from trimtab.engine import step as steps
+
+    job, _, request, recorder, _ = built
+    with recorder.discard_changes():
+        batch = _make_batch(job, request.setting, longest=False)
+        recorder.clear_works()
+        with _blame_member("loss()"):
+            steps.run_step(state, [batch], clip=request.clip)
+        del batch
+
+
+def _blame_hook(member: str, hook: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Return the hook with errors that name it."""
+
+    def run_hook(model: Any) -> None:
+        with _blame_member(member):
+            hook(model)
+
+    return run_hook
 
 
 def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
@@ -336,12 +405,13 @@ def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
     from trimtab.engine.gradients import LocalGradients
 
     names = {id(parameter): name for name, parameter in state.model.named_parameters()}
-    if isinstance(state.gradients, LocalGradients):
-        for parameter in state.parameters:
-            recorder.watch_gradient(parameter, names[id(parameter)])
-    else:
-        for gradient in state.gradients.local_gradients():
-            recorder.relabel(gradient, "gradients")
+    for phase in state.phases:
+        if isinstance(phase.gradients, LocalGradients):
+            for parameter in phase.parameters:
+                recorder.watch_gradient(parameter, names[id(parameter)])
+        else:
+            for gradient in phase.gradients.local_gradients():
+                recorder.relabel(gradient, "gradients")
     return names
 
 
@@ -414,7 +484,8 @@ def _label_tensors(state: Any, recorder: Any, names: dict[int, str]) -> None:
     for parameter in state.parameters:
         if parameter.grad is not None:
             recorder.relabel(local(parameter.grad), "gradients", names.get(id(parameter)))
-    for tensors in state.optimizer.state.values():
+    optimizers = [named.optimizer for phase in state.phases for named in phase.optimizers]
+    for tensors in (entry for optimizer in optimizers for entry in optimizer.state.values()):
         for value in tensors.values():
             if isinstance(value, torch.Tensor):
                 recorder.relabel(local(value), "optimizer")
@@ -510,10 +581,15 @@ def _serve_requests() -> None:
     end_with_parent()
     warnings.simplefilter("ignore")
     stdout, job, checks = redirect_stdout(), None, JobChecks()
+    loaded: dict[str, Any] = {}
     for line in sys.stdin.buffer:
         requests = TraceRequests.from_json(line)
         try:
+            if job is not None and requests.overrides != loaded:
+                # With other options it may be another model: nothing that was learned of it holds.
+                job, checks = reload_job(requests), JobChecks()
             job = prepare_job(requests) if job is None else job
+            loaded = requests.overrides
             answers = _answer_requests(job, requests, checks)
         except TrimtabError as error:
             answers = encode_error(_check_load_failure(error, requests))
@@ -546,7 +622,7 @@ def _check_failure(answer: bytes, request: TraceRequest, checks: JobChecks) -> b
     if not isinstance(error, CannotFollow):
         return answer
     small = CpuCheck(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
-    if error.given.startswith("batch("):
+    if error.given.startswith(("batch(", "longest(")):
         # It may fail only at this size.
         return encode_error(blame_error(error, check_on_cpu(small.replace(member="batch()"))))
     if checks.outcome is None:
