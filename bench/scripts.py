@@ -142,6 +142,8 @@ def _plain_cases() -> list[ScriptCase]:
             "python projects/chargpt/chargpt.py --data.block_size=256 --trainer.batch_size=128",
             (data.write_characters,),
             environment={"PYTHONPATH": "."},
+            # It writes 500 characters with the model after its first step.
+            seconds=400,
         ),
         ScriptCase(
             "imagenet-resnet50",
