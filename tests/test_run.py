@@ -16,8 +16,8 @@ from trimtab.errors import EnvironmentFault, JobFailed, NothingFits, WrongUse
 from trimtab.spec import Incident, IncidentKind, Mesh, OptimizerImplementation, Precision, Setting, Strategy
 from trimtab.training import oom_recovery, stepper
 from trimtab.training.bad_steps import find_bad_module
+from trimtab.training.evaluation import evaluate_run
 from trimtab.training.loading import wrap_batch
-from trimtab.training.loop import evaluate_loss
 from trimtab.training.run import Run
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ def test_samples_that_count_for_nothing_do_not_spoil_an_evaluation() -> None:
         run.prepare(network(), sgd, loss=loss, weight=lambda batch: batch["mask"].sum())
         with torch.no_grad():
             right = loss(network(), whole).item()
-        assert evaluate_loss(run, dataset) == pytest.approx(right, rel=1e-12)
-        assert math.isnan(evaluate_loss(run, dataset[3:6]))
+        assert evaluate_run(run, dataset)["loss"] == pytest.approx(right, rel=1e-12)
+        assert math.isnan(evaluate_run(run, dataset[3:6])["loss"])
 
 
 def test_a_loop_by_hand_is_the_same_step() -> None:

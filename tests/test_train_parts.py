@@ -32,7 +32,7 @@ from trimtab.spec import (
     Strategy,
     Workload,
 )
-from trimtab.training import loading, loop, signals, step_log, task, torchrun, worker
+from trimtab.training import evaluation, loading, loop, signals, step_log, task, torchrun, worker
 from trimtab.training import loop as loop_module
 from trimtab.training import rank_messages as control_module
 from trimtab.training import task as task_module
@@ -482,7 +482,9 @@ def test_a_task_survives_json() -> None:
     assert TrainTask.from_json(train_task.to_json()) == train_task
 
 
-@pytest.mark.parametrize("module", [loop_module, loading, step_log, signals, torchrun, task, worker])
+@pytest.mark.parametrize(
+    "module", [loop_module, evaluation, loading, step_log, signals, torchrun, task, worker]
+)
 def test_the_examples_in_the_docstrings_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
@@ -595,11 +597,11 @@ def test_errors_of_a_job_are_told_from_ours(tmp_path: Path) -> None:
 
 
 def test_evaluation_makes_as_many_passes_on_every_rank() -> None:
-    assert loop_module.count_passes(10, 3, 2) == 2
-    assert loop_module.count_passes(1, 4, 2) == 1
+    assert evaluation.count_passes(10, 3, 2) == 2
+    assert evaluation.count_passes(1, 4, 2) == 1
     with pytest.raises(JobFailed, match="is empty, or has no __len__"):
-        loop_module.build_validation_set(type("Job", (), {"validation": lambda _: []})())
-    assert loop_module.build_validation_set(object()) is None
+        evaluation.build_validation_set(type("Job", (), {"validation": lambda _: []})())
+    assert evaluation.build_validation_set(object()) is None
 
 
 def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(

@@ -279,13 +279,13 @@ def kept(folder: Path) -> dict[str, Any]:
 
 
 def evaluated() -> float:
-    from trimtab.training.loop import evaluate_loss
+    from trimtab.training.evaluation import evaluate_run
 
     samples = data(7)
     dataset = [{name: value[number] for name, value in samples.items()} for number in range(WHOLE)]
     with Run(pipeline(2, 2, micro=2), join_s=60) as run:
         model, _ = run.prepare(network(), sgd, loss=loss, weight=tokens)
-        value = evaluate_loss(run, dataset)
+        value = evaluate_run(run, dataset)["loss"]
         assert all(module.training for module in model.modules())
         return value
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trimtab.errors import TrimtabError
     from trimtab.exams.run import ExamResult
     from trimtab.predict.memory import MemoryPeaks
+    from trimtab.scripts.estimate import ScriptEstimate
     from trimtab.spec import (
         Calibration,
         Cluster,
@@ -611,6 +612,42 @@ def render_estimate(
     for label, text in rows:
         table.add_row(label, escape(text))
     return Group(*parts, Text(), Padding(table, (0, 0, 0, 1), expand=False))
+
+
+FACT_LABELS = {
+    "micro_batch": "micro-batch",
+    "micro_batches_seen": "micro-batches",
+    "global_batch": "global batch",
+    "gpus": "GPUs",
+}
+"""Names of facts for people, where they differ from the JSON."""
+
+
+def render_script(found: ScriptEstimate) -> RenderableType:
+    """Return the estimate of a training command, what was found out about it, and its phases."""
+    setting = found.setting
+    heading = f"{found.script.command} on {found.device.name}, micro-batch {setting.micro_batch}"
+    facts = _make_table()
+    facts.show_header = False
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold", style="dim")
+    for fact in found.script.found:
+        facts.add_row(FACT_LABELS.get(fact.name, fact.name), escape(fact.value), escape(fact.where))
+    phases = _make_table()
+    for title, justify in (("phase", "left"), ("allocated", "right"), ("reserved", "right")):
+        phases.add_column(title, justify=justify, header_style="dim", no_wrap=True)  # type: ignore[arg-type]
+    for phase in found.phases:
+        phases.add_row(phase.name, format_bytes(phase.allocated_bytes), format_bytes(phase.reserved_bytes))
+    writes = [Text(f" not written: {line}", style="dim") for line in found.script.writes[:5]]
+    return Group(
+        render_estimate(found.estimate, found.peaks, heading=heading),
+        Text(),
+        Padding(facts, (0, 0, 0, 1), expand=False),
+        Text(),
+        Padding(phases, (0, 0, 0, 1), expand=False),
+        *writes,
+    )
 
 
 def describe_gradients(estimate: Estimate) -> str:

@@ -8,12 +8,13 @@ from trimtab.api.detecting import detect
 from trimtab.spec.requests import EstimateRequest, accepts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from trimtab.errors import TrimtabError
     from trimtab.exams.run import ExamResult
     from trimtab.predict.memory import MemoryPeaks
+    from trimtab.scripts.estimate import ScriptEstimate
     from trimtab.spec import Calibration, Cluster, Device, Estimate, Setting, Trace
     from trimtab.trace.request import TraceRequest
 
@@ -25,7 +26,10 @@ def estimate(request: EstimateRequest) -> Estimate:
     trimtab.estimate("job.py:MyJob", "H200", micro_batch=16).process_bytes
     trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
     trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
+    trimtab.estimate(on="H100", command=["python", "train.py", "--lr", "1e-4"]).step_s
     """
+    if request.command:
+        return estimate_command(request).estimate
     where, setting = requested_setting(request)
     return look_closely(
         request.job,
@@ -37,6 +41,42 @@ def estimate(request: EstimateRequest) -> Estimate:
         cache=request.cache,
         always_least=True,
     )[0]
+
+
+def estimate_command(request: EstimateRequest, say: Callable[[str], None] | None = None) -> ScriptEstimate:
+    """Follow a training command on the pretended GPU; return its estimate and what was found out.
+
+    `say` gets the last line that the script has printed.
+    """
+    import os
+
+    from trimtab.probe.detect import as_cluster
+    from trimtab.scripts.command import parse_command
+    from trimtab.scripts.estimate import estimate_script
+
+    refuse_job_options(request)
+    cluster = as_cluster(request.on, network=request.network)
+    first_device(cluster)
+    return estimate_script(parse_command(request.command, environment=os.environ), cluster, say=say)
+
+
+SCRIPT_FIELDS = frozenset({"job", "on", "network", "command", "cache"})
+"""Fields of a request that concern a training command; the others are the script's own choice."""
+
+
+def refuse_job_options(request: EstimateRequest) -> None:
+    """Raise if a request sets what only the script itself decides."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec.requests import list_options
+
+    for name, option in list_options(type(request)).items():
+        if name not in SCRIPT_FIELDS and getattr(request, name) not in (option.default, {}):
+            flag = option.flag or f"--{name}"
+            raise WrongUse(
+                flag,
+                found="it is for a job; in a training command the script decides this",
+                cure=f"Leave {flag} out, and change the command after -- instead.",
+            )
 
 
 def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:

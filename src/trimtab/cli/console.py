@@ -52,3 +52,24 @@ def print_notes(notes: Iterable[str], *, label: str = "note", style: str = "yell
 def say(text: str) -> None:
     """Write a line about the command on stderr."""
     sys.stderr.write(f"trimtab: {text}\n")
+
+
+class ScriptWords:
+    """The training command that was typed after `--`."""
+
+    typed: tuple[str, ...] | None = None
+    """None if there was no `--`."""
+
+
+def split_words(words: list[str], commands: frozenset[str]) -> tuple[list[str], tuple[str, ...] | None]:
+    """Return trimtab's own words and those after `--`, for the commands that take a training command.
+
+    >>> split_words(["estimate", "--on", "H200", "--", "python", "train.py"], frozenset({"estimate"}))
+    (['estimate', '--on', 'H200'], ('python', 'train.py'))
+    >>> split_words(["train", "--", "python"], frozenset({"estimate"}))
+    (['train', '--', 'python'], None)
+    """
+    if not words or words[0] not in commands or "--" not in words:
+        return words, None
+    at = words.index("--")
+    return words[:at], tuple(words[at + 1 :])

@@ -30,8 +30,13 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
     """Show what one configuration would need, without a GPU.
 
     It is not run: the job's code takes a few steps on tensors without memory, as it would on the device.
+    A training command after `--` is followed in the same way, as in
+    `trimtab estimate --on H100 -- python train.py`. Nothing that it writes is kept.
     Exit code 3 when it does not fit, 4 when the job's code fails.
     """
+    if request.command:
+        _estimate_command(request, json=json)
+        return
     job, options, cache = request.job, request.options, request.cache
     where, setting = api.requested_setting(state_devices(request))
     device = api.first_device(where)
@@ -59,6 +64,29 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
             render.render_estimate(result, details, heading=heading, help_lines=help_lines, classes=classes)
         )
     if not result.fits:
+        raise typer.Exit(3)
+
+
+def _estimate_command(request: EstimateRequest, *, json: bool) -> None:
+    with progress("following the script on the pretended GPU") as shown:
+        found = api.estimate_command(request, shown.say)
+    if json:
+        modules = [{"name": name, "bytes": size} for name, size in found.peaks.modules]
+        peak = {"operation": found.peaks.operation, "phase": found.peaks.phase, "modules": modules}
+        print_json(
+            {
+                **found.estimate.to_builtins(),
+                "setting": found.setting.to_builtins(),
+                "peak": peak,
+                "script": found.script.to_builtins(),
+                "phases": [phase.to_builtins() for phase in found.phases],
+            }
+        )
+    else:
+        from trimtab import render
+
+        print_text(render.render_script(found))
+    if not found.estimate.fits:
         raise typer.Exit(3)
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from trimtab.cli.console import print_json, print_text
+from trimtab.cli.console import ScriptWords, print_json, print_text, split_words
 from trimtab.errors import EnvironmentFault, NothingFits, TrimtabError, WrongUse, shorten
 
 COMMANDS = {
@@ -43,6 +43,8 @@ COMMANDS = {
     "watch": ("watch", "Show GPUs and runs live, with advice."),
 }
 """For each command its module and what help says of it, in the order of help."""
+SCRIPT_COMMANDS = frozenset({"estimate"})
+"""Commands that take a training command after `--`."""
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
@@ -122,9 +124,10 @@ def _answered() -> int:
     if sys.stdout is None:  # a shell's >&-
         raise EnvironmentFault("stdout", found="it is closed", cure="Send it somewhere, as in > FILE.")
     try:
-        code = app(prog_name="trimtab", standalone_mode=False)
+        own, ScriptWords.typed = split_words(sys.argv[1:], SCRIPT_COMMANDS)
+        code = app(own, prog_name="trimtab", standalone_mode=False)
     except USAGE_ERROR as error:
-        if "--json" in sys.argv:
+        if _wants_json():
             print_json(_as_json(_wrong_use(error)))
         error.show()
         code = error.exit_code
@@ -134,6 +137,10 @@ def _answered() -> int:
         raise
     sys.stdout.flush()
     return code or 0
+
+
+def _wants_json() -> bool:
+    return "--json" in split_words(sys.argv[1:], SCRIPT_COMMANDS)[0]
 
 
 def _wrong_use(error: Any) -> WrongUse:
@@ -202,7 +209,7 @@ def _show_error(error: TrimtabError) -> None:
     from trimtab import render
 
     print_text(render.render_error(error), errors=True)
-    if "--json" in sys.argv and sys.stdout is not None:
+    if _wants_json() and sys.stdout is not None:
         print_json(_as_json(error))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
-from trimtab.cli.console import say
+from trimtab.cli.console import ScriptWords, say
 from trimtab.errors import WrongUse
 from trimtab.jobs.load import expand_stage
 from trimtab.jobs.registry import FOLDER, JobFlag, base_name, job_flags
@@ -131,6 +131,8 @@ def make_request(request: type[RequestType], typed: Mapping[str, Any]) -> Reques
     for name, option in list_options(request).items():
         if option.switches:
             values[name] = _switched(typed, option.switches) or option.default
+        elif name == "command":
+            values[name] = _script_words(job)
         elif option.flag is None:
             continue
         elif name == "options":
@@ -144,6 +146,30 @@ def make_request(request: type[RequestType], typed: Mapping[str, Any]) -> Reques
             value = option.parse(typed[name]) if option.parse else typed[name]
             values[name] = tuple(value) if option.many else value
     return request(**values)
+
+
+def _script_words(job: str) -> tuple[str, ...]:
+    """Return the training command that was typed; raise if there is neither a job nor a command, or both."""
+    words = ScriptWords.typed
+    if words is None:
+        if not job:
+            raise WrongUse(
+                "the command line",
+                found="it names neither a job nor a training command",
+                cure="Name a job, as FILE.py:NAME, or give a command after --, as in -- python train.py.",
+            )
+        return ()
+    if job:
+        raise WrongUse(
+            f"{job} and the command {' '.join(words)}",
+            found="a job and a training command were given",
+            cure="Give one of them.",
+        )
+    if not words:
+        raise WrongUse(
+            "--", found="no command follows it", cure="Write it as you type it: -- python train.py --lr 1e-4."
+        )
+    return words
 
 
 def _switched(typed: Mapping[str, Any], switches: Mapping[str, str]) -> str:

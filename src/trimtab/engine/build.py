@@ -42,10 +42,10 @@ def choose_build_device(setting: Setting, device: str) -> str:
     return "cpu" if strategy_of(setting).is_built_on_host else device
 
 
-def make_batch(job: Any, setting: Setting, device: str) -> Any:
-    """Return one micro-batch from the job's batch()."""
+def make_batch(job: Any, setting: Setting, device: str, *, longest: bool = False) -> Any:
+    """Return one micro-batch from the job's batch(), or from its longest()."""
     with use_build_defaults(setting.dtypes, device):
-        return job.batch(setting.micro_batch)
+        return (job.longest if longest else job.batch)(setting.micro_batch)
 
 
 def build_model(  # noqa: PLR0913 - what to build, and for which rank
@@ -154,7 +154,7 @@ def _contains_any(module: nn.Module, covered: set[int]) -> bool:
 # from the source of loss() and of the functions that it calls in the same file.
 
 
-LOSS_MEMBERS = ("loss", "losses", "embed")
+LOSS_MEMBERS = ("loss", "losses", "embed", "evaluate")
 _CALLED = re.compile(r"\.(\w+)(?:\[[^\]]*\])?\(")
 _CALLS_ITSELF = re.compile(r"\bself\(")
 _DEPTH = 3

@@ -22,9 +22,9 @@ from trimtab.engine.optimizer import choose_implementation, make_optimizer, use_
 from trimtab.engine.precision import autocast_dtype, cast_weights
 from trimtab.engine.recompute import enable_recompute
 from trimtab.engine.sync_norm import SyncReducer, synchronise_batch_norms
-from trimtab.errors import JobFailed
-from trimtab.jobs.job import loss_function
-from trimtab.strategies import strategy_of
+from trimtab.errors import JobFailed, WrongUse
+from trimtab.jobs.job import list_whole_model_members, loss_function
+from trimtab.strategies import STRATEGIES, strategy_of
 from trimtab.strategies.base import Wrapping
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class PreparedJob(ArrangedModel):
     stage: TracedStage | None = None
     """Pipeline stage of this rank, if it has one."""
     compiling: CompileSwitch | None = None
+    after_step: Callable[[nn.Module], Any] | None = None
+    """The job's after_step(), called after every update; None if it has none."""
 
 
 def prepare_job(
@@ -106,6 +108,7 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
 
     With `stage`, keep only the blocks of that pipeline stage.
     """
+    refuse_partial_model(job, setting)
     stages: list[TracedStage] = []
 
     def install_stage(model: nn.Module) -> None:
@@ -136,7 +139,20 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
         branch=branch,
         stage=stages[0] if stages else None,
         compiling=compiling,
+        after_step=getattr(job, "after_step", None),
     )
+
+
+def refuse_partial_model(job: Any, setting: Setting) -> None:
+    """Raise if a job has members that need the whole model, and ranks of the setting hold only a part."""
+    members = list_whole_model_members(job)
+    if members and not strategy_of(setting).runs_whole_model:
+        allowed = [strategy.word for strategy in STRATEGIES.values() if strategy.runs_whole_model]
+        raise WrongUse(
+            f"strategy {setting.strategy}",
+            found=f"the job has {' and '.join(members)}, and a rank would hold only a part of the model",
+            cure=f"Use one of the strategies {', '.join(allowed)}.",
+        )
 
 
 def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing and training
@@ -317,6 +333,9 @@ def run_step(
         del loss
     state.gradients.finish_attempt(None, count)
     update_weights(state, scale, clip)
+    if state.after_step is not None:
+        with torch.no_grad():
+            state.after_step(state.model)
     return losses[0] if count == 1 else torch.stack(losses).mean()
 
 

@@ -67,6 +67,20 @@ class Job:
         return samples_in(batch)
 
 
+WHOLE_MODEL_MEMBERS = ("optimizers", "after_step", "evaluate")
+"""Optional members that get the whole model, so that no rank may hold only a part of it."""
+
+
+def list_whole_model_members(job: Any) -> list[str]:
+    """Return the members of a job that need ranks with the whole model, as in `after_step()`."""
+    return [f"{member}()" for member in WHOLE_MODEL_MEMBERS if callable(getattr(job, member, None))]
+
+
+def has_longest(job: Any) -> bool:
+    """Return whether a job has longest(size), which gives the memory of its longest batch."""
+    return callable(getattr(job, "longest", None))
+
+
 def has_embeddings(job: Any) -> bool:
     """Return whether a job has embed() and loss_of(), so that gradient caching can split its batch."""
     return callable(getattr(job, "embed", None)) and callable(getattr(job, "loss_of", None))

@@ -19,6 +19,9 @@ def explain_refusal(workload: Workload, strategy: Strategy, mesh: Mesh) -> str:
     """Return why a strategy and mesh would change the training; an empty string if they do not."""
     if workload.cached and not STRATEGIES[strategy].runs_whole_model:
         return f"{strategy}: embed() and loss_of() need ranks that each run the whole model"
+    if workload.whole_model and not STRATEGIES[strategy].runs_whole_model:
+        members = " and ".join(workload.whole_model)
+        return f"{strategy}: a rank would hold only a part of the model, and the job has {members}"
     if workload.is_indivisible and mesh.data_parallel > 1:
         return explain_single_rank(workload)
     return ""

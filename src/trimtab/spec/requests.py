@@ -101,15 +101,13 @@ def ignore_message(_: str) -> None:
 
 
 Say = Callable[[str], None]
-JobName = Annotated[
-    Any,
-    option(
-        "FILE.py:NAME or package.module:NAME (its code is run), a built-in job (slm, bridge, naics; slm:tiny "
-        "and so on are small versions), or hf:FOLDER with a Hugging Face config.json.",
-        argument=True,
-        metavar="JOB",
-    ),
-]
+JOB_HELP = (
+    "FILE.py:NAME or package.module:NAME (its code is run), a built-in job (slm, bridge, naics; slm:tiny "
+    "and so on are small versions), or hf:FOLDER with a Hugging Face config.json."
+)
+COMMAND_HELP = " Instead of a job you can give a training command after --: -- python train.py --lr 1e-4."
+JobName = Annotated[Any, option(JOB_HELP, argument=True, metavar="JOB")]
+JobOrNone = Annotated[Any, option(JOB_HELP + COMMAND_HELP, argument=True, metavar="JOB", required=False)]
 Devices = Annotated[
     str | Cluster | None,
     option("Devices to plan for: H200, 4xA100-40GB, 2x8xH100; default: this machine.", metavar="DEVICES"),
@@ -265,7 +263,17 @@ class JobOnDevices(CommandRequest, frozen=True):
     on: Devices = None
 
 
-class EstimateRequest(JobOnDevices, frozen=True, kw_only=True):
+class JobOrCommand(CommandRequest, frozen=True):
+    """A job, or a training command as its owner types it, and the devices."""
+
+    job: JobOrNone = None
+    on: Devices = None
+    command: Annotated[
+        Words, option("A training command, word by word, as it is typed; instead of a job.", None)
+    ] = ()
+
+
+class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     """Arguments of `trimtab estimate`: one configuration of a job on some devices."""
 
     network: Network = None

@@ -63,3 +63,14 @@ class PhasePeak(Noun, frozen=True, kw_only=True):
     allocated_bytes: int
     reserved_bytes: int
     note: str = ""
+
+
+class ScriptReport(Noun, frozen=True, kw_only=True):
+    """What was found out about a training command."""
+
+    command: str
+    """The command line."""
+    found: tuple[ScriptFact, ...]
+    writes: tuple[str, ...] = ()
+    """Files that the script would have written, with their sizes; nothing was written."""
+    notes: tuple[str, ...] = ()

@@ -50,6 +50,8 @@ class Workload(Noun, frozen=True, kw_only=True):
     """Whether the batch can be split; None if not checked."""
     cached: bool = False
     """Whether the job has embed() and loss_of(), so that gradient caching can split its batch exactly."""
+    whole_model: tuple[str, ...] = ()
+    """Members of the job that need ranks with the whole model, such as after_step()."""
     sample_length: int | None = None
     """Tokens per sample in the plan, chosen or assumed; None if the job has no sequence length."""
     files: dict[str, str] = {}

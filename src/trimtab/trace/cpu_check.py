@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
+from trimtab.jobs.job import has_longest, loss_function
 from trimtab.jobs.load import job_error, load_job
 from trimtab.spec import Noun
 from trimtab.trace.child_process import end_with_parent
@@ -107,15 +108,25 @@ def run_small_step(request: CpuCheck) -> dict[str, str]:
     if request.member == "batch()":
         # A batch may fail only at the requested size.
         _call_member(f"batch({request.micro_batch})", job.batch, request.micro_batch)
+        if has_longest(job):
+            _call_member(f"longest({request.micro_batch})", job.longest, request.micro_batch)
     return {}
 
 
 def _run_step(job: Any, model: Any, size: int, member: str) -> None:
-    batch = _call_member(f"batch({size})", job.batch, size)
-    if member != "batch()":
-        loss = _call_member("loss()", job.loss, model, batch)
+    import torch
+
+    batches = [_call_member(f"batch({size})", job.batch, size)]
+    if has_longest(job):
+        batches.append(_call_member(f"longest({size})", job.longest, size))
+    if member == "batch()":
+        return
+    for batch in batches:
+        loss = _call_member("loss()", loss_function(job), model, batch)
         if loss.dim() == 0 and loss.requires_grad:
             _call_member("loss()", loss.backward)
+    if callable(getattr(job, "after_step", None)):
+        _call_member("after_step()", torch.no_grad()(job.after_step), model)
 
 
 def _call_member(member: str, function: Any, *args: Any) -> Any:

@@ -12,7 +12,7 @@ import msgspec
 
 from trimtab.cache import WORKLOADS, make_key
 from trimtab.errors import WrongUse
-from trimtab.jobs.job import has_embeddings, stated_additive
+from trimtab.jobs.job import has_embeddings, list_whole_model_members, stated_additive
 from trimtab.jobs.load import load_job
 from trimtab.spec import BatchLoss, Noun, Workload
 from trimtab.trace.server import SendAnswer, ask, serve
@@ -76,6 +76,7 @@ def describe_job(job: Any, name: str) -> Workload:
         seq=seq if isinstance(seq, int) and seq > 0 else None,
         batch_loss=_stated_batch_loss(job),
         cached=has_embeddings(job),
+        whole_model=tuple(list_whole_model_members(job)),
         sample_length=_sample_length(job),
         files=_source_files(name, job),
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
-from trimtab.jobs.job import Job
+from trimtab.jobs.job import Job, has_longest
 from trimtab.jobs.load import job_error, load_job, tracing_error
 from trimtab.spec import PARTS, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
@@ -54,6 +54,9 @@ steady state of the allocator."""
 WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
 """How to trace a model of many equal blocks: all of them; only a few; or a few, checked against a forward
 pass of all."""
+
+
+LONGEST_NOTE = "memory is that of longest(), the longest batch of the job; time is that of batch()"
 
 
 def seed_random_numbers() -> None:
@@ -137,6 +140,8 @@ def _trace_model(built: _BuiltModel, *, forward: bool = False) -> Trace:
     counts = _run_steps(built, forward=forward)
     recorder.paused = True
     chosen = built.job.assumptions if isinstance(built.job, Job) else ()
+    if has_longest(built.job):
+        chosen = (*chosen, LONGEST_NOTE)
     assumed = (
         *chosen,
         *recorder.kernels.assumptions,
@@ -282,10 +287,12 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     if not recorder.uses_compile:
         # Compiled code has no modules, and hooks would be compiled too.
         recorder.track_modules(state.model, state.entries)
+    if state.after_step is not None:
+        state.after_step = _blame_hook("after_step()", state.after_step)
     recorder.mark_phase("batch", "inputs")
-    seed_random_numbers()
-    with _blame_member(f"batch({setting.micro_batch})"):
-        batch = steps.make_batch(job, setting, "cuda")
+    # The longest batch gives the memory, and the usual one the time.
+    longest = has_longest(job)
+    batch = _make_batch(job, setting, longest=longest)
     if forward:
         recorder.mark_phase("step0", "activations")
         with _blame_member("loss()"):
@@ -309,6 +316,8 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
             )
         _label_tensors(state, recorder, names)
     recorder.mark_phase("end", "activations")
+    if longest:
+        _record_usual_step(built, state)
     recorder.records_work = False
     lost_compiled = _lost_by_compiling(state, batch, recorder)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in state.model.parameters()]
@@ -329,6 +338,38 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
             }
         ),
     }
+
+
+def _make_batch(job: Any, setting: Setting, *, longest: bool) -> Any:
+    """Return a micro-batch of batch() or longest() on the fake device."""
+    from trimtab.engine import step as steps
+
+    seed_random_numbers()
+    with _blame_member(f"{'longest' if longest else 'batch'}({setting.micro_batch})"):
+        return steps.make_batch(job, setting, "cuda", longest=longest)
+
+
+def _record_usual_step(built: _BuiltModel, state: Any) -> None:
+    """Replace the operations of the last step by those of a step with batch(); memory stays as it is."""
+    from trimtab.engine import step as steps
+
+    job, _, request, recorder, _ = built
+    with recorder.discard_changes():
+        batch = _make_batch(job, request.setting, longest=False)
+        recorder.clear_works()
+        with _blame_member("loss()"):
+            steps.run_step(state, [batch], clip=request.clip)
+        del batch
+
+
+def _blame_hook(member: str, hook: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Return the hook with errors that name it."""
+
+    def run_hook(model: Any) -> None:
+        with _blame_member(member):
+            hook(model)
+
+    return run_hook
 
 
 def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
@@ -546,7 +587,7 @@ def _check_failure(answer: bytes, request: TraceRequest, checks: JobChecks) -> b
     if not isinstance(error, CannotFollow):
         return answer
     small = CpuCheck(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
-    if error.given.startswith("batch("):
+    if error.given.startswith(("batch(", "longest(")):
         # It may fail only at this size.
         return encode_error(blame_error(error, check_on_cpu(small.replace(member="batch()"))))
     if checks.outcome is None:

@@ -7,25 +7,22 @@ the process group. The status of a step announces them, so a step without incide
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import shutil
 import time
 import traceback
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Subset, default_collate
 
 from trimtab.engine.additive_loss import find_batch_norms
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import synthetic
-from trimtab.jobs.job import Job, samples_in
+from trimtab.jobs.job import Job
 from trimtab.jobs.load import find_job_file, job_error, load_job
 from trimtab.launching.run_summary import JSON as SUMMARY
 from trimtab.launching.run_summary import build_summary, count_node_gpus, remove_summary, write_summary
@@ -35,6 +32,7 @@ from trimtab.strategies import strategy_of
 from trimtab.training.bad_steps import BadStepHandler, BadStepPolicy
 from trimtab.training.checkpoint_format import take_snapshot
 from trimtab.training.checkpoints import CheckpointManager
+from trimtab.training.evaluation import LOSS, build_validation_set, evaluate_run
 from trimtab.training.events import EventLog
 from trimtab.training.fault_injection import FaultInjector, tear_checkpoint
 from trimtab.training.loading import (
@@ -42,10 +40,7 @@ from trimtab.training.loading import (
     build_sample_order,
     compare_batches,
     mix_seed,
-    rank_slice_bounds,
-    slice_batch,
 )
-from trimtab.training.oom_recovery import is_out_of_memory
 from trimtab.training.process_group import connect, disconnect, read_world
 from trimtab.training.rank_messages import find_rank_files, is_lost_peer
 from trimtab.training.run import Run
@@ -72,102 +67,6 @@ if TYPE_CHECKING:
     from trimtab.training.rank_messages import RankFiles
     from trimtab.training.run import StepOutcome
     from trimtab.training.task import TrainTask
-
-
-def build_validation_set(job: Any) -> Any:
-    """Return the job's dataset for evaluation; None if it has none."""
-    make = getattr(job, "validation", None)
-    dataset = make() if callable(make) else None
-    if dataset is None:
-        return None
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
-        raise JobFailed(
-            "validation()",
-            found=f"a {type(dataset).__name__} is empty, or has no __len__ or __getitem__",
-            cure="Return a dataset with __len__ and __getitem__(index), or None.",
-        )
-    return dataset
-
-
-def count_passes(samples: int, ranks: int, size: int) -> int:
-    """Return the passes of the rank with the most samples; sharded ranks must all run as many.
-
-    >>> count_passes(10, 4, 2), count_passes(3, 4, 2)
-    (2, 1)
-    """
-    bounds = rank_slice_bounds(samples, ranks)
-    most = max(stop - start for start, stop in pairwise(bounds))
-    return -(-most // size)
-
-
-def evaluate_loss(run: Run, dataset: Any) -> float:
-    """Return the mean loss over a dataset, weighted as in training; NaN if its weight is zero.
-
-    All ranks call it. It releases cached memory afterwards.
-    """
-    total, weight = _sum_own_losses(run, dataset)
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
-    sums = run.all_reduce(torch.tensor([total, weight], dtype=torch.float64))
-    # Every branch and every stage counted the same samples.
-    mesh = run.setting.mesh
-    return float(sums[0]) * mesh.branch * mesh.pp / float(sums[1]) if sums[1] else nan
-
-
-def _sum_own_losses(run: Run, dataset: Any) -> tuple[float, float]:
-    """Return the weighted loss of this rank's samples, and their weight."""
-    ranks, size = run.groups.data_parallel, run.micro_batch
-    bounds = rank_slice_bounds(len(dataset), ranks)
-    mine = range(bounds[run.groups.data_rank], bounds[run.groups.data_rank + 1])
-    reader: DataLoader[Any] = DataLoader(
-        Subset(dataset, mine),
-        batch_size=size,
-        num_workers=run.setting.workers if len(mine) > size else 0,
-        collate_fn=getattr(run.job, "collate", None) or default_collate,
-        generator=torch.Generator(),
-    )
-    total = weight = 0.0
-    modes = {name: module.training for name, module in run.model.named_modules()}
-    run.model.eval()
-    try:
-        with torch.no_grad(), run.quiet():
-            for batch in reader:
-                batch_weight = float(run.weight_of(batch))
-                loss = _batch_loss(run, batch)
-                # A mean over nothing is NaN, and so is zero times NaN.
-                total += loss * batch_weight if batch_weight else 0.0
-                weight += batch_weight
-            for _ in range(count_passes(len(dataset), ranks, size) - len(reader)):
-                _batch_loss(run, (getattr(run.job, "collate", None) or default_collate)([dataset[0]]))
-    finally:
-        for name, module in run.model.named_modules():
-            module.training = modes[name]
-    return total, weight
-
-
-def _batch_loss(run: Run, batch: Any) -> float:
-    """Return the loss of a batch; compute it in halves if it does not fit."""
-    try:
-        with run.computing():
-            return float(run.loss_of(run.on_device(batch)))
-    except Exception as error:
-        samples = samples_in(batch)
-        # Ranks with sharded weights run every pass together: one rank cannot split its batch alone.
-        shares = strategy_of(run.setting).weight_shares(run.setting.mesh) or 1
-        if not is_out_of_memory(error) or samples < 2 or shares > 1:  # noqa: PLR2004 - halves
-            raise
-    gc.collect()
-    torch.cuda.empty_cache()
-    half = samples // 2
-    halves = [slice_batch(batch, 0, half), slice_batch(batch, half, samples)]
-    weights = [float(run.weight_of(half_batch)) for half_batch in halves]
-    losses = [
-        _batch_loss(run, half_batch) * weight
-        for half_batch, weight in zip(halves, weights, strict=True)
-        if weight
-    ]
-    return sum(losses) / sum(weights) if losses else nan
 
 
 SILENCE_STEPS = 5.0
@@ -481,6 +380,8 @@ class TrainingLoop:
         )
         for note in self._describe_batch_split():
             self.events.step_log.say(note)
+        if callable(getattr(self.job, "evaluate", None)) and self.validation is None:
+            self.events.step_log.say("the job has evaluate() and no validation(): it is not evaluated")
         if self.run.device.type == "cpu" and not synthetic.has_bf16():
             synthetic.silence_bf16_warning()
             if choice.dtypes.is_bf16:
@@ -527,12 +428,12 @@ class TrainingLoop:
             # The next window has been computed already: save or evaluate after that one.
             self._log_step(window, outcome, time_s, rate, None)
             return
-        validation = self._evaluate(done)
-        self._log_step(window, outcome, time_s, rate, validation)
-        if self._is_saved(done) or validation is not None:
-            self._save(done, validation)
+        metrics = self._evaluate(done)
+        self._log_step(window, outcome, time_s, rate, metrics)
+        if self._is_saved(done) or metrics is not None:
+            self._save(done, metrics)
             self.checkpoint_due = False
-        if validation is not None:
+        if metrics is not None:
             clock.restart()
 
     def _rolled_back(self, window: Window, outcome: StepOutcome) -> bool:
@@ -569,10 +470,11 @@ class TrainingLoop:
         by_steps = self.task.checkpoint_steps is not None and done % self.task.checkpoint_steps == 0
         return by_steps or self.checkpoint_due or self.stop_signal is not None or done == self.steps
 
-    def _save(self, done: int, validation: float | None) -> None:
+    def _save(self, done: int, metrics: dict[str, float] | None) -> None:
         """Save a checkpoint, unless the weights of a rank differ from the others."""
         if self.run.rollback_needed():
             return
+        validation = None if metrics is None else metrics.get(LOSS)
         if validation is not None and isfinite(validation):
             self.best = validation if self.best is None else min(self.best, validation)
         extra = {"ladder": self.bad_steps.policy.to_json(), "best": self.best, "loss": self.loss}
@@ -640,11 +542,13 @@ class TrainingLoop:
 
     # evaluation, step log, fault injection
 
-    def _evaluate(self, done: int) -> float | None:
+    def _evaluate(self, done: int) -> dict[str, float] | None:
+        """Return the metrics on the validation set; None if this step is not followed by an evaluation."""
         if self.validation is None or not self._is_evaluated(done):
             return None
-        with self.signals.busy():
-            return evaluate_loss(self.run, self.validation)
+        member = "evaluate()" if callable(getattr(self.job, "evaluate", None)) else "loss()"
+        with self.signals.busy(), self._job_errors(member):
+            return evaluate_run(self.run, self.validation)
 
     def _is_evaluated(self, done: int) -> bool:
         every = self.task.evaluate_steps or self.loader.order.steps_per_epoch
@@ -656,7 +560,7 @@ class TrainingLoop:
         outcome: StepOutcome,
         time_s: float,
         rate: float | None,
-        validation: float | None,
+        metrics: dict[str, float] | None,
     ) -> None:
         indices = self._gather_indices(window)
         if not self.world.is_main:
@@ -683,7 +587,8 @@ class TrainingLoop:
             gpus=self.world.size,
             attempts=outcome.attempts,
             skipped=outcome.skipped or None,
-            validation_loss=validation,
+            validation_loss=None if metrics is None else metrics.get(LOSS),
+            metrics=_select_metrics(metrics),
             indices=indices,
         )
         self._waited_s = self.loader.waited_s
@@ -718,6 +623,12 @@ def is_job_error(error: BaseException) -> bool:
         or not (file.startswith((ours, "<")) or "site-packages" in file or file == contextlib.__file__)
         for file in files
     )
+
+
+def _select_metrics(metrics: dict[str, float] | None) -> dict[str, float] | None:
+    """Return the metrics besides the loss; None if there are none."""
+    others = {name: value for name, value in (metrics or {}).items() if name != LOSS}
+    return others or None
 
 
 def learning_rate(optimizer: Any) -> float | None:

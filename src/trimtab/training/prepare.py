@@ -16,7 +16,7 @@ from trimtab.engine.compile import CompileSwitch
 from trimtab.engine.optimizer import choose_implementation, make_optimizer
 from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import torch_dtype
-from trimtab.engine.step import arrange_model
+from trimtab.engine.step import arrange_model, refuse_partial_model
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import job_error
@@ -84,6 +84,8 @@ class PreparedRun:
     """Samples of this rank in a full global batch."""
     regular: int = 0
     """Samples in most micro-batches: the size that is compiled."""
+    after_step: Callable[[Any], Any] | None = None
+    """The job's after_step(), called after every update; None if it has none."""
     pipe: PipelineRunner | None = None
     """Runs the pipeline stage of this rank; None without a pipeline."""
     statistics: SharedStatistics | None = None
@@ -121,6 +123,7 @@ def prepare(
 ) -> PreparedRun:
     """Build or take the model, place and cast it, distribute it over ranks, compile it."""
     setting, groups = request.setting, request.groups
+    refuse_partial_model(request.job, setting)
     device = torch.device(request.world.device)
     sharded = strategy_of(setting).is_sharded
     model, branch, own = _place_model(request, device)
@@ -180,6 +183,7 @@ def prepare(
         weight=request.weight or _job_weight(request.job),
         schedule=schedule,
         regular_share=share,
+        after_step=getattr(request.job, "after_step", None),
         pipe=None if stage is None else stage.pipe,
         statistics=arranged.statistics,
     )

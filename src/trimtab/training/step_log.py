@@ -56,6 +56,8 @@ class StepLine(Noun, frozen=True, kw_only=True):
     skipped: str | None = None
     """Why the weights were not updated; None if they were."""
     validation_loss: float | None = None
+    metrics: dict[str, float] | None = None
+    """Further metrics of the job's own evaluate(), by name; None if there are none."""
     indices: tuple[int, ...] | None = None
     """Which samples the ranks computed, if faults are injected."""
 
@@ -76,13 +78,15 @@ class StepLine(Noun, frozen=True, kw_only=True):
             parts.append(f"data wait {self.data_wait_s * 1000:.1f}ms")
         if self.validation_loss is not None:
             parts.append(f"validation {self.validation_loss:.4f}")
+        parts += [f"{name} {value:.4f}" for name, value in (self.metrics or {}).items()]
         if self.skipped:
             parts.append(f"skipped: {self.skipped}")
         return ", ".join(parts)
 
     def to_log(self) -> dict[str, Any]:
-        """Return the dict for log.jsonl and --json; without indices if there are none."""
-        return {key: value for key, value in self.to_builtins().items() if key != "indices" or value}
+        """Return the dict for log.jsonl and --json; without indices and metrics if there are none."""
+        optional = ("indices", "metrics")
+        return {key: value for key, value in self.to_builtins().items() if key not in optional or value}
 
     def fit_to_width(self, width: int) -> str:
         """Return the printed line without the last parts that do not fit into this width."""
@@ -203,7 +207,8 @@ class StepLog:
             self.write(json.dumps(line.to_log()))
         elif self._live is not None:
             # Below the live line, print only what is worth scrolling back to.
-            if line.skipped or line.validation_loss is not None or line.step == self.steps:
+            is_evaluated = line.validation_loss is not None or line.metrics is not None
+            if line.skipped or is_evaluated or line.step == self.steps:
                 self._live.console.print(line.text, markup=False, highlight=False, soft_wrap=True)
         else:
             self.write(line.text)
@@ -249,6 +254,8 @@ class StepLog:
         for name, value in line.to_builtins().items():
             if isinstance(value, int | float) and name not in ("step", "gpus"):
                 self._board.add_scalar(name, value, line.step)
+        for name, value in (line.metrics or {}).items():
+            self._board.add_scalar(f"metrics/{name}", value, line.step)
 
 
 def _open_tensorboard(folder: Path | None) -> Any:

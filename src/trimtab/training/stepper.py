@@ -20,6 +20,7 @@ from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
 from trimtab.jobs.job import has_embeddings
+from trimtab.jobs.load import job_error
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training import optimizer_step
 from trimtab.training import prepare as prepare_module
@@ -222,6 +223,7 @@ class Stepper:
         return (
             prepared.updater.skips_on_device
             and prepared.loss is not None
+            and prepared.after_step is None
             and self.cached_steps is None
             and self.faults is None
             and self.scale.value == 1.0
@@ -706,6 +708,8 @@ class Stepper:
             self.scale = self.scale.after_update()
             if prepared.schedule is not None:
                 prepared.schedule.step()
+            if prepared.after_step is not None:
+                run_after_step(prepared.after_step, prepared.model)
         else:
             prepared.buffers.restore()
             self.rollback = self.rollback and verdict.kind != optimizer_step.ROLLBACK
@@ -774,6 +778,16 @@ class Stepper:
             self._listen(
                 Incident(kind=kind, at_s=time.time(), step=step, rank=self.world.rank, why=why, done=done)
             )
+
+
+@torch.no_grad()
+def run_after_step(after_step: Callable[[Any], Any], model: Any) -> None:
+    """Call the job's after_step() on the model; all ranks do, after every update."""
+    try:
+        after_step(model)
+    except Exception as error:
+        cure = "Fix after_step(model): it runs on every rank, without gradients, after every update."
+        raise job_error("after_step()", error, cure) from error
 
 
 def share_counting_sample(mine: Any, groups: RankGroups) -> Any:

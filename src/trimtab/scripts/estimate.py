@@ -1,0 +1,216 @@
+"""Turn what a script did on the pretended GPU into an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.errors import WrongUse
+from trimtab.planner.estimates import refuse_emulated, smallest_device
+from trimtab.predict.allocator import AllocatorConfig, replay
+from trimtab.predict.calibration import read_own_calibration
+from trimtab.predict.capacity import judge_fully
+from trimtab.predict.estimate import estimate_trace
+from trimtab.predict.memory import allocator_events
+from trimtab.scripts.command import format_command
+from trimtab.scripts.follow import follow_script
+from trimtab.spec import (
+    Allocator,
+    OptimizerImplementation,
+    PhasePeak,
+    Precision,
+    Recompute,
+    ScriptFact,
+    ScriptReport,
+    Setting,
+    Strategy,
+)
+from trimtab.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trimtab.predict.memory import MemoryPeaks
+    from trimtab.scripts.result import ScriptResult
+    from trimtab.spec import Cluster, Device, Estimate, ScriptCommand, Trace
+
+PHASES = ("first step", "steady step", "evaluation", "save")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptEstimate:
+    """The estimate of a training command, and what was found out about it."""
+
+    command: ScriptCommand
+    estimate: Estimate
+    peaks: MemoryPeaks
+    trace: Trace
+    setting: Setting
+    script: ScriptReport
+    phases: tuple[PhasePeak, ...]
+    device: Device
+
+
+def estimate_script(
+    command: ScriptCommand, cluster: Cluster, *, say: Callable[[str], None] | None = None
+) -> ScriptEstimate:
+    """Follow a command on the smallest device of a cluster, and estimate it there."""
+    device = smallest_device(cluster)
+    refuse_too_few(command, cluster)
+    per_node = max(len(node.devices) for node in cluster.nodes)
+    devices = command.processes if command.launcher != "python" else per_node
+    result = follow_script(command, device, devices=devices, say=say)
+    return estimate_result(command, result, cluster)
+
+
+def refuse_too_few(command: ScriptCommand, cluster: Cluster) -> None:
+    """Raise if a command starts more processes than there are GPUs."""
+    have = len(cluster.devices)
+    if command.world_size > have:
+        raise WrongUse(
+            format_command(command),
+            found=f"it starts {command.world_size} processes, and --on names {have} GPU{'s' * (have > 1)}",
+            cure=f"Name the GPUs that it runs on, as in --on {command.world_size}xH100.",
+        )
+
+
+def estimate_result(command: ScriptCommand, result: ScriptResult, cluster: Cluster) -> ScriptEstimate:
+    """Return the estimate of what a script did."""
+    device = smallest_device(cluster)
+    trace = result.trace
+    assert trace is not None  # noqa: S101 - a result without an error has a trace
+    setting, facts, notes = describe_setting(command, result)
+    refuse_emulated(setting, device, cure="Change the script's precision, or look at another GPU.")
+    found, peaks = estimate_trace(
+        trace,
+        setting,
+        device,
+        cluster=cluster,
+        calibration=read_own_calibration(device),
+        fusing=setting.compile,
+    )
+    found = judge_fully(found, trace, setting)
+    found = found.replace(assumptions=(*notes, *found.assumptions))
+    return ScriptEstimate(
+        command=command,
+        estimate=found,
+        peaks=peaks,
+        trace=trace,
+        setting=setting,
+        script=ScriptReport(
+            command=format_command(command), found=facts, writes=result.writes, notes=tuple(notes)
+        ),
+        phases=measure_phases(trace, result),
+        device=device,
+    )
+
+
+def describe_setting(
+    command: ScriptCommand, result: ScriptResult
+) -> tuple[Setting, tuple[ScriptFact, ...], list[str]]:
+    """Return the setting that a script trains with, the facts that show it, and what was assumed."""
+    seen = {fact.name: fact for fact in result.facts}
+    notes = [*command.notes, *result.notes]
+    gpus = int(seen["gpus"].value) if "gpus" in seen else 1
+    strategy = Strategy(seen["strategy"].value) if "strategy" in seen and gpus > 1 else Strategy.SINGLE
+    if strategy is Strategy.SINGLE and max(gpus, command.world_size) > 1:
+        notes.append(
+            f"{max(gpus, command.world_size)} processes were started, and no DistributedDataParallel or FSDP "
+            "was seen: the estimate is of one of them, training by itself"
+        )
+        gpus = 1
+    mesh = STRATEGIES[strategy].mesh(gpus, nodes=command.nodes if gpus > 1 else 1, branches=0)
+    micro_batch = _most_common(result.micro_batches) or 1
+    setting = Setting(
+        strategy=strategy,
+        mesh=mesh,
+        micro_batch=micro_batch,
+        accumulation=result.accumulation,
+        global_batch=micro_batch * result.accumulation * mesh.data_parallel,
+        precision=Precision(seen["precision"].value) if "precision" in seen else Precision.FP32,
+        recompute=Recompute.FULL if "recompute" in seen else Recompute.NONE,
+        compile="compile" in seen,
+        optimizer=_implementation(seen),
+        allocator=_allocator(command),
+    )
+    if result.steps < 3:  # noqa: PLR2004 - as many as are followed
+        notes.append(f"the script took only {result.steps} optimizer step{'s' * (result.steps > 1)}")
+    return setting, _list_facts(setting, result, seen), notes
+
+
+def _implementation(seen: dict[str, ScriptFact]) -> OptimizerImplementation:
+    text = seen["optimizer"].value if "optimizer" in seen else ""
+    if "(fused)" in text:
+        return OptimizerImplementation.FUSED
+    return OptimizerImplementation.PLAIN if "(loop)" in text else OptimizerImplementation.FOREACH
+
+
+def _allocator(command: ScriptCommand) -> Allocator:
+    import os
+
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    text = " ".join(command.environment.get(name, os.environ.get(name, "")) for name in names)
+    return Allocator.EXPANDABLE if "expandable_segments:True" in text else Allocator.DEFAULT
+
+
+def _most_common(counts: tuple[tuple[int, int], ...]) -> int | None:
+    """Return the value that was seen most often; the largest of equals."""
+    return max(counts, key=lambda pair: (pair[1], pair[0]))[0] if counts else None
+
+
+def _list_facts(
+    setting: Setting, result: ScriptResult, seen: dict[str, ScriptFact]
+) -> tuple[ScriptFact, ...]:
+    """Return what was found out, in the order that people ask for."""
+    inputs = "the first side of the model's input in training"
+    facts = [ScriptFact(name="micro_batch", value=str(setting.micro_batch), where=inputs)]
+    if len(result.micro_batches) > 1:
+        sizes = ", ".join(str(size) for size, _ in sorted(result.micro_batches))
+        facts.append(ScriptFact(name="micro_batches_seen", value=sizes, where=inputs))
+    where = "backward passes between two optimizer steps that repeat the same work"
+    facts.append(ScriptFact(name="accumulation", value=str(setting.accumulation), where=where))
+    facts.append(
+        ScriptFact(
+            name="global_batch",
+            value=str(setting.global_batch),
+            where=f"{setting.micro_batch} x {setting.accumulation} x {setting.data_parallel} ranks",
+        )
+    )
+    if result.lengths:
+        longest = max(length for length, _ in result.lengths)
+        where = "the longest input of indices in training"
+        facts.append(ScriptFact(name="sequence", value=str(longest), where=where))
+    names = ("precision", "optimizer", "recompute", "compile", "gpus", "strategy", "loader")
+    facts += [seen[name] for name in names if name in seen]
+    for name, nothing in (("recompute", "none"), ("compile", "false"), ("gpus", "1"), ("strategy", "single")):
+        if name not in seen:
+            facts.append(ScriptFact(name=name, value=nothing, where="nothing of the kind was called"))
+    if result.loader_s is not None:
+        text = f"{result.loader_s * 1000:.0f} ms a batch"
+        facts.append(ScriptFact(name="loading", value=text, where="measured on this machine's CPU"))
+    return tuple(facts)
+
+
+def measure_phases(trace: Trace, result: ScriptResult) -> tuple[PhasePeak, ...]:
+    """Return the peak of each phase of the script, of all its occurrences the largest."""
+    order, sizes = trace.order, trace.sizes
+    # Requests of 0 bytes reach no allocator, so that positions of events differ from those of the order.
+    position, positions = 0, [0]
+    for number in order:
+        position += bool(sizes[number if number >= 0 else ~number])
+        positions.append(position)
+    begins = [positions[begin] for _, begin, _ in result.windows]
+    windows = replay(allocator_events(trace, order), AllocatorConfig(), reset_peak_at=begins).windows
+    # Windows with the same beginning share one.
+    by_begin = dict(zip(sorted(set(begins)), windows[1:], strict=False))
+    peaks: dict[str, PhasePeak] = {}
+    for (name, begin, _), at in zip(result.windows, begins, strict=True):
+        window = by_begin.get(at)
+        if window is None or begin == len(order):
+            continue
+        known = peaks.get(name)
+        if known is None or window.allocated > known.allocated_bytes:
+            peaks[name] = PhasePeak(
+                name=name, allocated_bytes=window.allocated, reserved_bytes=window.reserved
+            )
+    return tuple(peaks[name] for name in PHASES if name in peaks)

@@ -1,0 +1,99 @@
+"""Watch the checkpoints of a script, and read weights without their data."""
+
+from __future__ import annotations
+
+import functools
+import os
+import zipfile
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trimtab.scripts.observer import SAVE, Observer, put
+
+
+def patch_files(observer: Observer, fake_mode: Any) -> None:
+    """Watch checkpoints, and read weights without their data."""
+    original_save, original_load = torch.save, torch.load
+
+    @functools.wraps(original_save)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if observer.windows:
+            observer.open_window(SAVE)
+        out = original_save(*args, **kwargs)
+        observer.check_time()
+        return out
+
+    @functools.wraps(original_load)
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("mmap") is None and isinstance(f, str | os.PathLike):
+            # Map the file: pages are read only if something needs their values.
+            kwargs["mmap"] = zipfile.is_zipfile(f)
+        kwargs["map_location"] = kwargs.get("map_location") if callable(kwargs.get("map_location")) else "cpu"
+        return original_load(f, *args, **kwargs)
+
+    put(torch, "save", save)
+    put(torch, "load", load)
+    _patch_safetensors(fake_mode)
+
+
+def _patch_safetensors(fake_mode: Any) -> None:
+    """Return tensors of safetensors files without their data."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        return
+    WeightFile.open_real, WeightFile.fake_mode = safetensors.safe_open, fake_mode
+    WeightFile.dtypes = safetensors.torch._TYPES
+    for place in (safetensors, safetensors.torch):
+        put(place, "safe_open", WeightFile)
+
+
+class WeightFile:
+    """A safetensors file whose data is never read."""
+
+    open_real: Any
+    fake_mode: Any
+    dtypes: Any
+
+    def __init__(self, filename: Any, framework: str = "pt", device: Any = "cpu", **kwargs: Any) -> None:
+        self._file: Any = type(self).open_real(filename, framework=framework, device="cpu", **kwargs)
+        self._device = device
+
+    def __enter__(self) -> Any:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def get_tensor(self, name: str) -> Any:
+        """Return a tensor of the file, without its data."""
+        return self.get_slice(name)[:]
+
+    def get_slice(self, name: str) -> Any:
+        """Return a tensor of the file, of which parts can be taken."""
+        return WeightSlice(self, self._file.get_slice(name))
+
+    def make_fake(self, shape: Any, dtype: str) -> Any:
+        """Return a tensor without data on the device of this file."""
+        with _disable_current_modes(), self.fake_mode:
+            made = torch.empty(list(shape), dtype=self.dtypes[dtype], device="cpu")
+        return made if torch.device(self._device or "cpu").type == "cpu" else made.to(self._device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class WeightSlice:
+    """A tensor of a file; indexing gives a part of it."""
+
+    def __init__(self, file: WeightFile, inner: Any) -> None:
+        self._file, self._inner = file, inner
+        self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        whole = self._file.make_fake(self.get_shape(), self.get_dtype())
+        return whole if index == slice(None) else whole[index]

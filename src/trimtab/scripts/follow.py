@@ -1,0 +1,137 @@
+"""Follow a training command: run it in a child process on the pretended GPU, and return what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.errors import EnvironmentFault, JobFailed, error_from_dict
+from trimtab.scripts.command import format_command
+from trimtab.scripts.interpreters import can_import_trimtab
+from trimtab.scripts.result import ScriptRequest, ScriptResult
+from trimtab.trace.child_process import parent_variable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trimtab.spec import Device, ScriptCommand
+
+TIMEOUT_S = 900.0
+POLL_S = 0.1
+TAIL_LINES = 12
+PACKAGE_PARENT = Path(__file__).parent.parent.parent
+
+
+def follow_script(
+    command: ScriptCommand,
+    device: Device,
+    *,
+    devices: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    say: Callable[[str], None] | None = None,
+) -> ScriptResult:
+    """Return what a command did in its first three optimizer steps on a device; raise its error.
+
+    `devices` is how many GPUs its node has; `say` gets the last line that the script printed.
+    """
+    problem = can_import_trimtab(command.interpreter)
+    if problem:
+        raise EnvironmentFault(
+            f"the interpreter {command.interpreter}",
+            found=problem,
+            cure="Install trimtab in the environment of the script, or name the Python that has both.",
+        )
+    with tempfile.TemporaryDirectory(prefix="trimtab-script-") as folder:
+        scratch = Path(folder)
+        request, answer, log = (scratch / name for name in ("request.json", "result.json", "output.txt"))
+        (scratch / "files").mkdir()
+        asked = ScriptRequest(
+            command=command,
+            device=device,
+            devices=devices or command.processes,
+            scratch=str(scratch / "files"),
+        )
+        request.write_text(asked.to_json(), encoding="utf-8")
+        with log.open("wb") as output:
+            process = subprocess.Popen(  # noqa: S603 - the user's own command
+                [command.interpreter, "-m", "trimtab.scripts.worker", str(request), str(answer)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,
+            )
+            try:
+                _wait(process, command, log, timeout_s=timeout_s, say=say)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return _read_result(command, answer, log, process.returncode)
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the child; it imports this trimtab, wherever its Python comes from."""
+    paths = [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | parent_variable() | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    command: ScriptCommand,
+    log: Path,
+    *,
+    timeout_s: float,
+    say: Callable[[str], None] | None,
+) -> None:
+    ends_at = time.monotonic() + timeout_s
+    shown = ""
+    while process.poll() is None:
+        time.sleep(POLL_S)
+        if say is not None and (line := _last_line(log)) != shown:
+            shown = line
+            say(line)
+        if time.monotonic() > ends_at:
+            raise JobFailed(
+                format_command(command),
+                found=f"no third optimizer step within {timeout_s:g} s; its last line: {_last_line(log)}",
+                cure="Give it less to do before training: a smaller data set, no evaluation at the start.",
+            )
+
+
+def _last_line(log: Path) -> str:
+    lines = _read_tail(log)
+    return lines[-1][:100] if lines else ""
+
+
+def _read_tail(log: Path, size: int = 8192) -> list[str]:
+    """Return the last lines of the output; a progress bar writes many lines over each other."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - size))
+        text = file.read().decode(errors="replace").replace("\r", "\n")
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def _read_result(command: ScriptCommand, answer: Path, log: Path, status: int) -> ScriptResult:
+    if not answer.exists():
+        how = f"signal {-status}" if status < 0 else f"exit code {status}"
+        tail = "\n".join(_read_tail(log)[-TAIL_LINES:])
+        raise JobFailed(
+            format_command(command),
+            found=f"the process ended with {how}; the last that it printed:\n{tail}\n",
+            cure="Run the command without trimtab. If it works there, this is a bug in trimtab.",
+        )
+    result = ScriptResult.from_json(answer.read_bytes())
+    if not result.error:
+        return result
+    error = error_from_dict(result.error)
+    tail = "\n".join(f"  {line}" for line in _read_tail(log)[-TAIL_LINES:])
+    raise type(error)(
+        error.given, found=f"{error.found}\nThe last lines of its output:\n{tail}\n", cure=error.cure
+    )

@@ -1,0 +1,161 @@
+"""Let a script start process groups and wrap its model, as rank 0 of processes that do not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from trimtab.scripts.observer import Observer, find_script_line, put
+from trimtab.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+FIRST_BUCKET_BYTES = MIB
+BUCKET_BYTES = 25 * MIB
+"""Sizes of the buckets in which DistributedDataParallel sends gradients."""
+
+
+def patch_groups(observer: Observer, world_size: int) -> None:
+    """Let a script start process groups without other processes: it is rank 0."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    original_init, original_group = dist.init_process_group, dist.new_group
+
+    def init_process_group(backend: Any = None, *_: Any, **kwargs: Any) -> None:
+        size = kwargs.get("world_size", -1)
+        size = size if isinstance(size, int) and size > 0 else world_size
+        observer.learn("gpus", size, f"init_process_group, {find_script_line()}")
+        original_init("fake", store=FakeStore(), rank=0, world_size=size)
+
+    def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        return original_group(ranks)
+
+    for place in (dist, dist.distributed_c10d):
+        put(place, "init_process_group", init_process_group)
+        put(place, "new_group", new_group)
+    put(dist, "is_nccl_available", lambda: True)
+    put(dist, "get_backend", lambda *_, **__: "nccl")
+
+    def same_for_all(objects: list[Any], value: Any, *_: Any, **__: Any) -> None:
+        objects[:] = [value] * len(objects)
+
+    put(dist, "all_gather_object", same_for_all)
+    put(dist, "broadcast_object_list", lambda *_, **__: None)
+
+    def gather_object(value: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if objects is not None:
+            objects[:] = [value] * len(objects)
+
+    put(dist, "gather_object", gather_object)
+    put(dist, "scatter_object_list", lambda out, inputs, *_, **__: out.__setitem__(0, inputs[0]))
+    for name in ("barrier", "monitored_barrier"):
+        put(dist, name, lambda *_, **__: None)
+
+    def spawn(function: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        observer.learn("gpus", nprocs, f"torch.multiprocessing.spawn, {find_script_line()}")
+        function(0, *args)
+
+    put(torch.multiprocessing, "spawn", spawn)
+    _patch_sharding(observer)
+    FollowedDataParallel.observer = observer
+    for place in (torch.nn.parallel, torch.nn.parallel.distributed):
+        put(place, "DistributedDataParallel", FollowedDataParallel)
+
+
+def _patch_sharding(observer: Observer) -> None:
+    """Watch fully sharded data parallelism, of both kinds; torch's own code runs."""
+    from torch.distributed import fsdp
+
+    original = fsdp.fully_shard
+
+    @functools.wraps(original)
+    def fully_shard(*args: Any, **kwargs: Any) -> Any:
+        observer.learn("strategy", "fsdp", f"fully_shard, {find_script_line()}")
+        return original(*args, **kwargs)
+
+    put(fsdp, "fully_shard", fully_shard)
+    init = fsdp.FullyShardedDataParallel.__init__
+
+    @functools.wraps(init)
+    def wrap(module: Any, *args: Any, **kwargs: Any) -> None:
+        observer.learn("strategy", "fsdp", f"FullyShardedDataParallel, {find_script_line()}")
+        init(module, *args, **kwargs)
+
+    put(fsdp.FullyShardedDataParallel, "__init__", wrap)
+
+
+def _keep_in(view: Any) -> Callable[[Any], None]:
+    def keep(parameter: Any) -> None:
+        if parameter.grad is not view:
+            with torch.no_grad():
+                view.copy_(parameter.grad)
+            parameter.grad = view
+
+    return keep
+
+
+class FollowedDataParallel(torch.nn.Module):
+    """Replicates a model: the memory of torch's own, without the processes."""
+
+    observer: Observer
+
+    def __init__(self, module: Any, *_: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.observer.learn("strategy", "ddp", f"DistributedDataParallel, {find_script_line()}")
+        self.module = module
+        self.require_backward_grad_sync = True
+        self._views = bool(kwargs.get("gradient_as_bucket_view", False))
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameters that "
+                "require a gradient."
+            )
+        self.__dict__["_buckets"] = list(self._make_buckets(parameters))
+
+    def _make_buckets(self, parameters: list[Any]) -> Iterator[Any]:
+        """Make the flat tensors that gradients are sent in, in the order of the backward pass."""
+        members: list[Any] = []
+        limit, size = FIRST_BUCKET_BYTES, 0
+        for parameter in reversed(parameters):
+            members.append(parameter)
+            size += parameter.numel() * parameter.element_size()
+            if size >= limit:
+                yield self._make_bucket(members)
+                members, size, limit = [], 0, BUCKET_BYTES
+        if members:
+            yield self._make_bucket(members)
+
+    def _make_bucket(self, parameters: list[Any]) -> Any:
+        first = parameters[0]
+        count = sum(parameter.numel() for parameter in parameters)
+        with torch.no_grad():
+            flat = torch.empty(count, dtype=first.dtype, device=first.device)
+        at = 0
+        for parameter in parameters:
+            if self._views:
+                view = flat[at : at + parameter.numel()].view(parameter.shape)
+                parameter.register_post_accumulate_grad_hook(_keep_in(view))
+            at += parameter.numel()
+        return flat
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> Any:
+        """Return a context: nothing is sent, so nothing has to wait."""
+        return contextlib.nullcontext()
+
+    join = no_sync
+
+    def register_comm_hook(self, *_: Any, **__: Any) -> None:
+        """Do nothing: nothing is sent."""
+
+    def _set_static_graph(self) -> None:
+        """Do nothing: the graph is followed as it is."""

@@ -1,0 +1,462 @@
+"""Watch a script train: where its steps begin and end, what it uses, and when it has shown enough.
+
+A step ends when the optimizer that stepped first has stepped again. Between two steps there may be several
+backward passes. If they repeat the same work, they are the micro-batches of gradient accumulation: after
+two of them the others are skipped, because they need the same memory and the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trimtab.spec import PARTS, ScriptFact, Trace
+from trimtab.trace.fake_cuda import is_library_file
+from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from trimtab.scripts.recorder import ScriptRecorder
+
+STEPS = 3
+"""The first step creates optimizer states and workspaces, the second has all of them, the third is steady."""
+AFTER_S = 45.0
+"""How long a script may go on after its third step: for its evaluation and its checkpoint."""
+OWN_FOLDER = str(Path(__file__).parent.parent)
+FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute of a module or class."""
+    setattr(owner, name, value)
+
+
+def find_script_line() -> str:
+    """Return the file and line of the script that is running: the innermost frame outside of packages.
+
+    If there is none, because a package runs the loop, it is the outermost call into that package.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(("<", OWN_FOLDER)) and not _is_library(file):
+            return f"{_short_path(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    return is_library_file(file)
+
+
+@functools.lru_cache(maxsize=256)
+def _short_path(file: str) -> str:
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except ValueError:
+        return file
+
+
+@dataclass
+class MicroBatchWork:
+    """The work of one backward pass and the forward pass before it."""
+
+    begin: int
+    end: int
+    signature: int
+    skipped: bool
+
+
+@dataclass
+class PhaseWindow:
+    """A part of the recorded events that belongs to one phase."""
+
+    name: str
+    begin: int
+    end: int = -1
+
+
+@dataclass
+class CachedCall:
+    """The last calls of a module with the same inputs."""
+
+    signature: Any
+    outputs: Any
+    count: int = 1
+
+
+class _SkippedBackward(torch.autograd.Function):
+    """Return an output whose backward pass ends here: the skipped micro-batch adds to existing gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None
+
+
+class Finished(BaseException):
+    """The script has shown enough."""
+
+
+@dataclass
+class Observer:
+    """Collects what a script does with the recorder's events."""
+
+    recorder: ScriptRecorder
+    finish: Callable[[], None]
+    """Send the result and end the process; does not return."""
+    facts: dict[str, ScriptFact] = field(default_factory=dict)
+    roots: dict[int, Any] = field(default_factory=dict)
+    """Models that the script calls itself, by id."""
+    optimizers: dict[int, Any] = field(default_factory=dict)
+    steps: int = 0
+    windows: list[PhaseWindow] = field(default_factory=list)
+    units: list[MicroBatchWork] = field(default_factory=list)
+    last_units: list[MicroBatchWork] = field(default_factory=list)
+    accumulation: int = 1
+    sequence: tuple[int, ...] = ()
+    engine: tuple[bool, ...] = ()
+    """The work of the last complete step: one micro-batch and the optimizer."""
+    recomputed_flops: int = 0
+    is_over: bool = False
+    """Whether the third step is done: loaders end now, and only evaluation and saving are watched."""
+    micro_batches: dict[int, int] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Training calls by the first and by the second side of their first input."""
+    loader_s: float = 0.0
+    loader_batches: int = 0
+    notes: dict[str, None] = field(default_factory=dict)
+    trained_parameters: int = 0
+    _first: int = 0
+    """Id of the optimizer that stepped first."""
+    _depth: int = 0
+    _names: dict[int, str] = field(default_factory=dict)
+    _main: int = field(default_factory=threading.get_ident)
+    _calls: dict[tuple[int, int], CachedCall] = field(default_factory=dict)
+    _call_number: int = 0
+    _repeated: int | None = None
+    """Signature of the micro-batches that repeated in the step before."""
+    _over_at: float = 0.0
+    _is_skipped: bool = False
+    """Whether a call of the current micro-batch was skipped."""
+    _backward_depth: int = 0
+
+    def learn(self, name: str, value: Any, where: str = "") -> None:
+        """Record a fact; what is seen first stays."""
+        if name not in self.facts:
+            self.facts[name] = ScriptFact(name=name, value=str(value), where=where or find_script_line())
+
+    # Modules
+
+    def call_module(self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        """Run a module, or return what it returned before if the call only repeats others."""
+        if threading.get_ident() != self._main or self.recorder.paused:
+            return self._enter(call, module, args, kwargs)
+        if self._depth or self._backward_depth or not has_parameters(module):
+            return self._enter(call, module, args, kwargs)
+        self._begin_root(module)
+        training = torch.is_grad_enabled()
+        key = (id(module), self._call_number if training else -1)
+        self._call_number += 1
+        signature = describe_inputs(args, kwargs)
+        cached = self._calls.get(key)
+        if cached is not None and cached.signature == signature:
+            if self.can_skip() if training else cached.count > 1:
+                self._is_skipped = self._is_skipped or training
+                return self._repeat_outputs(module, cached.outputs, training=training)
+            cached.count += 1
+        else:
+            cached = self._calls[key] = CachedCall(signature, None)
+        if training:
+            self._note_training_call(module, args, kwargs)
+        self._note_phase(training=training)
+        cached.outputs = None
+        out = self._enter(call, module, args, kwargs, root=True)
+        cached.outputs = tree_map(_forget_graph, out)
+        return out
+
+    def _repeat_outputs(self, module: Any, outputs: Any, *, training: bool) -> Any:
+        anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
+
+        def again(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if training and anchor is not None and getattr(leaf, "_trimtab_needs_graph", False):
+                return _SkippedBackward.apply(anchor, leaf)
+            return torch.empty_like(leaf)
+
+        return tree_map(again, outputs)
+
+    def can_skip(self) -> bool:
+        """Return whether the coming micro-batch repeats the ones before it."""
+        units = self.units
+        if len(units) < 2 or self.is_over:  # noqa: PLR2004 - the second adds to existing gradients
+            return False
+        return units[-1].skipped or units[-1].signature in (units[-2].signature, self._repeated)
+
+    def _enter(
+        self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any, root: bool = False
+    ) -> Any:
+        recorder, main = self.recorder, threading.get_ident() == self._main
+        before = recorder.module
+        recorder.module = self._names.get(id(module), before)
+        if recorder.records_work:
+            recorder.add_work(ENTER_WORK if root else CALL_WORK)
+        self._depth += main
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._depth -= main
+            recorder.module = before
+            if root and recorder.records_work:
+                recorder.add_work(LEAVE_WORK)
+
+    def _begin_root(self, module: Any) -> None:
+        if id(module) not in self.roots:
+            self.roots[id(module)] = module
+            for name, part in module.named_modules():
+                self._names[id(part)] = name
+        if "step0" not in self.recorder.marks:
+            self.label_weights()
+            self.recorder.mark_phase("step0", "activations")
+            self.windows.append(PhaseWindow(FIRST, len(self.recorder.order)))
+            self.recorder.records_work = True
+
+    def _note_phase(self, *, training: bool) -> None:
+        current = self.windows[-1]
+        if not training and current.name != EVALUATION:
+            self.open_window(EVALUATION)
+        elif training and current.name in (EVALUATION, SAVE):
+            self.open_window(FIRST if not self.steps else STEADY)
+
+    def open_window(self, name: str) -> None:
+        """End the current phase and begin another."""
+        at = len(self.recorder.order)
+        if self.windows:
+            self.windows[-1].end = at
+        self.windows.append(PhaseWindow(name, at))
+
+    def _note_training_call(self, module: Any, args: Any, kwargs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shaped = [tensor for tensor in tensors if tensor.dim() > 0]
+        if not shaped:
+            return
+        first = next((tensor for tensor in shaped if not tensor.is_floating_point()), shaped[0])
+        size = first.shape[0]
+        self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
+        if first.dim() == 2 and not first.is_floating_point():  # noqa: PLR2004 - samples x positions
+            self.lengths[first.shape[1]] = self.lengths.get(first.shape[1], 0) + 1
+        if "precision" not in self.facts:
+            self.learn("precision", *describe_precision(module))
+
+    # Steps
+
+    def begin_backward(self) -> None:
+        """Note that a backward pass begins on the main thread."""
+        self._backward_depth += 1
+
+    def end_backward(self) -> None:
+        """Note that a backward pass has ended: it ends a micro-batch."""
+        self._backward_depth -= 1
+        if self._backward_depth or "step0" not in self.recorder.marks:
+            return
+        sequence = self.recorder.sequence
+        begin = self.units[-1].end if self.units else 0
+        skipped, self._is_skipped = self._is_skipped, False
+        signature = self.units[-1].signature if skipped else hash(tuple(sequence[begin:]))
+        self.units.append(MicroBatchWork(begin, len(sequence), signature, skipped))
+        self._call_number = 0
+
+    def end_step(self, optimizer: Any) -> None:
+        """Note that an optimizer has stepped."""
+        if "step0" not in self.recorder.marks:
+            return
+        if id(optimizer) not in self.optimizers:
+            self.optimizers[id(optimizer)] = optimizer
+            self.learn("optimizer", describe_optimizer(optimizer))
+        self.label_weights()
+        self._label_optimizer(optimizer)
+        self._first = self._first or id(optimizer)
+        if id(optimizer) != self._first:
+            return
+        self._close_step()
+        self.steps += 1
+        if self.steps > STEPS:
+            self.finish()
+        recorder = self.recorder
+        recorder.mark_phase("end" if self.steps == STEPS else f"step{self.steps}", "activations")
+        if self.steps == STEPS:
+            self.is_over = True
+            self._over_at = time.monotonic()
+            recorder.records_work = False
+            self.open_window("")
+        elif self.windows[-1].name in (FIRST, STEADY, ""):
+            self.open_window(STEADY)
+
+    def _close_step(self) -> None:
+        """Keep the work of the step: one micro-batch and the optimizer, or all if the passes differ."""
+        recorder, units = self.recorder, self.units
+        sequence, engine = recorder.sequence, recorder.by_engine
+        later = {unit.signature for unit in units[1:]}
+        self.accumulation = 1
+        if len(units) > 1 and len(later) == 1:
+            self.accumulation = len(units)
+            self._repeated = units[1].signature
+            first, tail = units[0], units[-1].end
+            self.sequence = (*sequence[first.begin : first.end], *sequence[tail:])
+            self.engine = (*engine[first.begin : first.end], *engine[tail:])
+        else:
+            self.sequence, self.engine = tuple(sequence), tuple(engine)
+        self.recomputed_flops = recorder.recomputed_flops // max(1, sum(not unit.skipped for unit in units))
+        self.last_units, self.units = units, []
+        self._call_number = 0
+        recorder.sequence, recorder.by_engine = [], []
+        recorder.recomputed_flops = 0
+
+    def check_time(self) -> None:
+        """End the script if it goes on for long after its third step."""
+        if self.is_over and time.monotonic() - self._over_at > AFTER_S:
+            self.finish()
+
+    def label_weights(self) -> None:
+        """Label parameters and their gradients in the recorder."""
+        recorder = self.recorder
+        for module in self.roots.values():
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                _relabel(recorder, tensor, "weights")
+                if getattr(tensor, "grad", None) is not None:
+                    _relabel(recorder, tensor.grad, "gradients", name)
+
+    def _label_optimizer(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                _relabel(self.recorder, tensor, "weights")
+                if tensor.grad is not None:
+                    _relabel(self.recorder, tensor.grad, "gradients")
+        for state in optimizer.state.values():
+            for value in tree_leaves(state):
+                if isinstance(value, torch.Tensor):
+                    _relabel(self.recorder, value, "optimizer")
+
+    # The result
+
+    def make_trace(self) -> Trace:
+        """Return the trace of everything that the script did on the GPU."""
+        recorder = self.recorder
+        names: dict[str, int] = {}
+        ops: dict[str, int] = {}
+        places: dict[Any, int] = {}
+        used: dict[int, int] = {}
+        sequence = tuple(used.setdefault(number, len(used)) for number in self.sequence)
+        works = tuple(recorder.works)
+        modules = list(self.roots.values())
+        parameters = {id(p): p for module in modules for p in module.parameters()}
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters.values()]
+        return Trace(
+            order=tuple(recorder.order),
+            sizes=tuple(recorder.sizes),
+            streams=tuple(recorder.streams),
+            parts=tuple(PARTS.index(part) for part in recorder.parts),
+            modules=tuple(names.setdefault(name, len(names)) for name in recorder.modules),
+            ops=tuple(ops.setdefault(name, len(ops)) for name in recorder.ops),
+            module_names=tuple(names),
+            op_names=tuple(ops),
+            marks=dict(recorder.marks),
+            caused=tuple(
+                (number, places.setdefault(cause, len(places))) for number, cause in recorder.causes.items()
+            ),
+            causes=tuple(places),
+            works=tuple(works[number] for number in used),
+            sequence=sequence,
+            phases=find_phases(self.engine),
+            parameters=sum(count for count, _ in sizes),
+            trainable=sum(count for count, learns in sizes if learns),
+            recomputed_flops=self.recomputed_flops,
+            assumptions=(*self.notes, *recorder.kernels.assumptions, *recorder.kernels.unfused_notes),
+        )
+
+
+def find_phases(engine: tuple[bool, ...]) -> dict[str, int]:
+    """Return where forward, backward and optimizer begin in the work of a step."""
+    if True not in engine:
+        return {"forward": 0}
+    last = len(engine) - engine[::-1].index(True)
+    return {"forward": 0, "backward": engine.index(True), "optimizer": last}
+
+
+def _relabel(recorder: ScriptRecorder, tensor: Any, part: str, module: str | None = None) -> None:
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+        recorder.relabel(tensor, part, module)
+
+
+def has_parameters(module: Any) -> bool:
+    """Return whether a module has parameters of its own or in a part of it."""
+    return next(iter(module.parameters()), None) is not None
+
+
+def describe_inputs(args: Any, kwargs: Any) -> Any:
+    """Return what decides which work a call does: shapes and dtypes of tensors, values of the rest."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, int | float | str | bool | None)
+        else id(leaf)
+        for leaf in tree_leaves((args, kwargs))
+    )
+
+
+def _forget_graph(leaf: Any) -> Any:
+    """Return a tensor like this one without memory on the GPU, for calls that repeat it."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), leaf.fake_mode:
+        like: Any = torch.empty_like(leaf, requires_grad=False)
+    like._trimtab_needs_graph = leaf.requires_grad
+    return like
+
+
+def describe_precision(module: Any) -> tuple[str, str]:
+    """Return the precision that a training call runs in, and where it was seen."""
+    dtypes: dict[torch.dtype, int] = {}
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + parameter.numel()
+    weights = max(dtypes, key=lambda dtype: dtypes[dtype], default=torch.float32)
+    where = find_script_line()
+    if torch.is_autocast_enabled("cuda"):
+        lower = torch.get_autocast_dtype("cuda")
+        word = "fp16" if lower is torch.float16 else "bf16"
+        return ("bf16-true" if weights is torch.bfloat16 else word), f"autocast to {lower}, {where}"
+    if weights is torch.bfloat16:
+        return "bf16-true", f"weights in {weights}, {where}"
+    if weights is torch.float16:
+        return "fp16", f"weights in {weights}, {where}"
+    if torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32:
+        return "tf32", f"weights in {weights}, TF32 allowed, {where}"
+    return "fp32", f"weights in {weights}, no autocast, {where}"
+
+
+def describe_optimizer(optimizer: Any) -> str:
+    """Return the class of an optimizer, and how it runs."""
+    group = optimizer.param_groups[0]
+    how = "fused" if group.get("fused") else "foreach" if group.get("foreach") is not False else "loop"
+    return f"{type(optimizer).__name__} ({how})"

@@ -1,0 +1,115 @@
+"""Record a script's operations on the fake GPU, and let its work on the CPU run for real.
+
+A job is traced with all of its tensors fake. A script also reads files, tokenises and collates, and these
+steps need values. So only tensors on the GPU are fake here, and the parameters of models, wherever they are.
+Everything else is an ordinary tensor. What a script copies back from the GPU becomes ordinary as well, with
+the values that are known, or with assumed ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from trimtab.spec import Work
+from trimtab.trace.data_dependent import REAL_ATTRIBUTE
+from trimtab.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from trimtab.trace.kernels import Kernels
+
+KNOWN_NUMBERS = 2**20
+"""Tensors up to this many entries keep their values when they are copied to the GPU."""
+TO_COPY = torch.ops.aten._to_copy.default
+COPY = torch.ops.aten.copy_.default
+WAIT = Work(op="aten::_to_copy", kind="wait", dtype="")
+NUMPY_DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+
+
+class ScriptRecorder(Recorder):
+    """A recorder that leaves tensors on the CPU alone."""
+
+    def __init__(self, kernels: Kernels, fake_mode: FakeTensorMode) -> None:
+        super().__init__(kernels, fake_mode)
+        self.copied_from_host = 0
+        """Tensors that the script copied to the GPU so far."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        is_fake = FakeTensor in types
+        if not is_fake and not types and (device is None or torch.device(device).type != "cuda"):
+            if kwargs.get("pin_memory"):
+                kwargs = kwargs | {"pin_memory": False}
+            return func(*args, **kwargs)
+        if is_fake and func is TO_COPY and device is not None and torch.device(device).type == "cpu":
+            if args[0].fake_device.type == "cuda":
+                return self._copy_to_host(args[0], kwargs.get("dtype"))
+        elif func is COPY and type(args[0]) is torch.Tensor:
+            return self._copy_into_host(args[0], args[1])
+        before, given = self.part, args
+        if not is_fake:
+            # Without a fake input, torch would compute a constant on the GPU.
+            args = tree_map(self._to_fake, args)
+            if func is TO_COPY:
+                self.copied_from_host += 1
+                self.part = "inputs"
+        try:
+            with self.fake_mode:
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.part = before
+        if func is TO_COPY and type(given[0]) is torch.Tensor:
+            self._keep_values(given[0], out)
+        return out
+
+    def _to_fake(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor:
+            return value
+        with _disable_current_modes():
+            return self.fake_mode.from_tensor(value)
+
+    def _copy_to_host(self, tensor: Any, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return an ordinary tensor with the values of one on the GPU, as far as they are known."""
+        if self.records_work:
+            self.add_work(WAIT)
+        return make_real(tensor, dtype)
+
+    def _copy_into_host(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            return target.copy_(make_real(source, None) if isinstance(source, FakeTensor) else source)
+
+    @staticmethod
+    def _keep_values(real: torch.Tensor, out: Any) -> None:
+        """Keep the values of a small tensor, so that lengths, masks and positions stay known."""
+        if isinstance(out, FakeTensor) and real.numel() <= KNOWN_NUMBERS and not real.is_floating_point():
+            with _disable_current_modes():
+                setattr(out, REAL_ATTRIBUTE, real.detach().to(out.dtype).clone())
+
+
+def make_real(tensor: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return an ordinary tensor for a fake one: its known values, or ones for numbers and zeros for indices.
+
+    Memory of large tensors is only reserved: the system provides it when something is read or written.
+    """
+    dtype = dtype or tensor.dtype
+    known = getattr(tensor, REAL_ATTRIBUTE, None)
+    value = getattr(tensor, "_trimtab_value", None)
+    with _disable_current_modes():
+        if known is not None:
+            return known.to(dtype).clone()
+        shape = tuple(tensor.shape)
+        if math.prod(shape) > KNOWN_NUMBERS or tensor.layout is not torch.strided:
+            return torch.from_numpy(np.zeros(shape, NUMPY_DTYPES[dtype.itemsize])).view(dtype)
+        filler = value if value is not None else float(dtype.is_floating_point)
+        return torch.full(shape, filler, dtype=dtype)

@@ -1,0 +1,39 @@
+"""What goes to the process that follows a script, and what comes back."""
+
+from __future__ import annotations
+
+from trimtab.spec import Device, Noun, ScriptCommand, ScriptFact, Trace
+
+
+class ScriptRequest(Noun, frozen=True, kw_only=True):
+    """A command to follow on a device."""
+
+    command: ScriptCommand
+    device: Device
+    devices: int = 1
+    """GPUs that the script sees on its node."""
+    scratch: str
+    """Folder that takes whatever the script writes."""
+
+
+class ScriptResult(Noun, frozen=True, kw_only=True):
+    """What was found out by following a script, or the error."""
+
+    error: dict[str, str] = {}
+    """An error as `error_from_dict` reads it; empty if there is none."""
+    trace: Trace | None = None
+    facts: tuple[ScriptFact, ...] = ()
+    windows: tuple[tuple[str, int, int], ...] = ()
+    """Phases: their name, and where in the trace's order they begin and end."""
+    steps: int = 0
+    accumulation: int = 1
+    """Backward passes of a step that repeat the same work."""
+    micro_batches: tuple[tuple[int, int], ...] = ()
+    """Training calls of the model by the first side of their input: the side, and how many."""
+    lengths: tuple[tuple[int, int], ...] = ()
+    """The same by the second side of an input of indices: the length of sequences."""
+    loader_s: float | None = None
+    """Mean seconds of the CPU for one batch of the script's loaders; None if it has none."""
+    writes: tuple[str, ...] = ()
+    """Files that the script would have written, with their sizes."""
+    notes: tuple[str, ...] = ()

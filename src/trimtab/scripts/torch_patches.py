@@ -1,0 +1,292 @@
+"""Make torch follow a script on the fake GPU: parameters without memory, one process, watched steps.
+
+Only for a child process that follows one script and then exits: nothing is undone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trimtab.errors import CannotFollow
+from trimtab.scripts.file_patches import patch_files
+from trimtab.scripts.group_patches import patch_groups
+from trimtab.scripts.observer import Observer, find_script_line, put
+from trimtab.scripts.recorder import make_real
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+optimizers = importlib.import_module("torch.optim.optimizer")
+MOVED = "_trimtab_moved"
+"""Attribute of a parameter that was moved to another device: the parameter there."""
+
+
+def install_patches(observer: Observer, *, world_size: int, devices: int) -> None:
+    """Patch torch for a script that runs as rank 0 of `world_size` processes."""
+    fake_mode = observer.recorder.fake_mode
+    _patch_parameters(fake_mode)
+    _patch_fake_tensors(fake_mode)
+    _patch_modules(observer)
+    _patch_optimizers(observer)
+    _patch_backward(observer)
+    _patch_loaders(observer)
+    _patch_cuda(observer, devices)
+    patch_groups(observer, world_size)
+    _patch_compile(observer)
+    _patch_checkpointing(observer)
+    patch_files(observer, fake_mode)
+
+
+# Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.
+
+
+def _patch_parameters(fake_mode: Any) -> None:
+    original = torch.nn.Parameter.__new__
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type in ("cpu", "cuda"):
+            data = make_fake(fake_mode, data)
+        return original(cls, data, requires_grad)
+
+    put(torch.nn.Parameter, "__new__", staticmethod(new))
+    put(torch.nn.Module, "_apply", _apply_to_module)
+
+
+def make_fake(fake_mode: Any, tensor: torch.Tensor) -> Any:
+    """Return a tensor of the same shape, strides and device that has no memory."""
+    with _disable_current_modes():
+        return fake_mode.from_tensor(tensor.detach())
+
+
+def _apply_to_module(module: Any, change: Callable[[Any], Any], recurse: bool = True) -> Any:
+    """Implement `Module.to`, `.half` and similar methods for parameters without memory.
+
+    On a GPU a parameter stays the same object when it is moved, so an optimizer and tied layers still have
+    it. A fake tensor cannot change its device: they find the new one through an attribute of the old.
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(change)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        current = follow_moves(parameter)
+        with torch.no_grad():
+            changed = change(current)
+        if changed is current:
+            module._parameters[name] = current
+        elif changed.device == current.device and isinstance(changed, FakeTensor):
+            current.data = changed
+            module._parameters[name] = current
+        else:
+            moved = torch.nn.Parameter(changed, current.requires_grad)
+            moved.__dict__.update({key: value for key, value in current.__dict__.items() if key[0] != "_"})
+            setattr(current, MOVED, moved)
+            module._parameters[name] = moved
+        if parameter.grad is not None and module._parameters[name].grad is None:
+            with torch.no_grad():
+                module._parameters[name].grad = change(parameter.grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = change(buffer)
+    return module
+
+
+def follow_moves(tensor: Any) -> Any:
+    """Return the parameter that a parameter has become."""
+    while (moved := getattr(tensor, MOVED, None)) is not None:
+        tensor = moved
+    return tensor
+
+
+def _patch_fake_tensors(fake_mode: Any) -> None:
+    """Let scripts read values of fake tensors: known ones, or assumed ones."""
+
+    def as_real(method: str) -> Callable[..., Any]:
+        def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            real = make_real(tensor, None)
+            with _disable_current_modes():
+                return getattr(real, method)(*args, **kwargs)
+
+        return run
+
+    for method in ("numpy", "tolist", "__array__"):
+        setattr(FakeTensor, method, as_real(method))
+    original: Any = torch.Tensor.data
+
+    def set_data(tensor: Any, value: Any) -> None:
+        if type(value) is torch.Tensor:
+            value = make_fake(fake_mode, value)
+        original.__set__(tensor, value)
+
+    put(FakeTensor, "data", property(original.__get__, set_data))
+    put(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)
+    put(torch.Tensor, "is_pinned", lambda *_, **__: False)
+    # Otherwise optimizers and gradient clipping loop over fake parameters.
+    optimizers._foreach_supported_types.append(FakeTensor)
+    from torch.utils import _foreach_utils
+
+    supported = _foreach_utils._get_foreach_kernels_supported_devices()
+    put(_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cuda"])
+    put(_foreach_utils, "_has_foreach_support", _has_foreach_support)
+    put(torch.nn.utils.clip_grad, "_has_foreach_support", _has_foreach_support)
+
+
+def _has_foreach_support(tensors: Any, device: Any) -> bool:
+    return device.type == "cuda" and all(
+        tensor is None or type(tensor) in (torch.Tensor, torch.nn.Parameter, FakeTensor) for tensor in tensors
+    )
+
+
+# What is watched
+
+
+def _patch_modules(observer: Observer) -> None:
+    original = torch.nn.Module.__call__
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return observer.call_module(original, module, args, kwargs)
+
+    put(torch.nn.Module, "__call__", call)
+
+
+def _patch_optimizers(observer: Observer) -> None:
+    def before(optimizer: Any, _: Any, __: Any) -> None:
+        for group in optimizer.param_groups:
+            if any(hasattr(tensor, MOVED) for tensor in group["params"]):
+                group["params"] = [follow_moves(tensor) for tensor in group["params"]]
+
+    original = torch.optim.Optimizer.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before(optimizer, None, None)
+        return original(optimizer, *args, **kwargs)
+
+    put(torch.optim.Optimizer, "zero_grad", zero_grad)
+    optimizers.register_optimizer_step_pre_hook(before)
+    optimizers.register_optimizer_step_post_hook(lambda optimizer, _, __: observer.end_step(optimizer))
+
+
+def _patch_backward(observer: Observer) -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        observer.begin_backward()
+        try:
+            original(*args, **kwargs)
+        finally:
+            observer.end_backward()
+
+    put(torch.autograd, "backward", backward)
+
+
+def _patch_loaders(observer: Observer) -> None:
+    """Load data in this process, and end loaders once the script has shown its steps."""
+    from torch.utils.data import DataLoader
+    from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+
+    def get_iterator(loader: Any) -> Any:
+        workers = loader.num_workers
+        if loader.batch_size is not None:
+            observer.learn("loader", f"batch_size={loader.batch_size}, num_workers={workers}")
+        loader.__dict__["num_workers"] = 0
+        try:
+            return _SingleProcessDataLoaderIter(loader)
+        finally:
+            loader.__dict__["num_workers"] = workers
+
+    put(DataLoader, "_get_iterator", get_iterator)
+    original = _BaseDataLoaderIter.__next__
+
+    def next_batch(iterator: Any) -> Any:
+        observer.check_time()
+        count = iterator.__dict__.setdefault("_trimtab_count", 0)
+        if observer.is_over and count >= LAST_BATCHES:
+            raise StopIteration
+        if not torch.is_grad_enabled() and count >= LAST_BATCHES:
+            observer.notes["evaluation was followed for its first batches only"] = None
+            raise StopIteration
+        iterator._trimtab_count = count + 1
+        begin = time.perf_counter()
+        batch = original(iterator)
+        observer.loader_s += time.perf_counter() - begin
+        observer.loader_batches += 1
+        return batch
+
+    put(_BaseDataLoaderIter, "__next__", next_batch)
+
+
+LAST_BATCHES = 3
+"""Batches that a loader gives after the third step, and in an evaluation."""
+
+
+class CpuGenerator(torch.Generator):
+    """A generator that draws on the CPU, whatever device the script names."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """Return a generator on the CPU."""
+        make: Any = super().__new__
+        return make(cls, device="cpu")
+
+
+def _patch_cuda(observer: Observer, devices: int) -> None:
+    """Answer what scripts ask of torch.cuda and no job does."""
+    state = torch.zeros(16, dtype=torch.uint8)
+    put(torch.cuda, "device_count", lambda: devices)
+    put(torch.cuda, "get_rng_state", lambda *_, **__: state)
+    put(torch.cuda, "get_rng_state_all", lambda *_, **__: [state] * devices)
+    for name in ("set_rng_state", "set_rng_state_all", "reset_accumulated_memory_stats"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    for name in ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all"):
+        put(torch.cuda.random, name, getattr(torch.cuda, name))
+    put(torch.cuda, "memory_stats", lambda *_, **__: {})
+    put(torch.cuda, "memory_summary", lambda *_, **__: "")
+    put(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    put(torch, "Generator", CpuGenerator)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CannotFollow(
+            f"nn.DataParallel ({find_script_line()})",
+            found="it splits a batch over several GPUs from one process, and trimtab follows one GPU",
+            cure="Give one device with --on, or start the script with torchrun and DistributedDataParallel.",
+        )
+
+    if devices > 1:
+        put(torch.nn.DataParallel, "__init__", refuse)
+
+
+def _patch_compile(observer: Observer) -> None:
+    """Follow compiled models without compiling; what compiling saves is guessed afterwards."""
+
+    def compile_nothing(model: Any = None, **_: Any) -> Any:
+        observer.learn("compile", "true", f"torch.compile, {find_script_line()}")
+        return model if model is not None else (lambda function: function)
+
+    put(torch, "compile", compile_nothing)
+
+    def compile_module(module: Any, *_: Any, **__: Any) -> None:
+        observer.learn("compile", "true", f"Module.compile, {find_script_line()}")
+
+    put(torch.nn.Module, "compile", compile_module)
+
+
+def _patch_checkpointing(observer: Observer) -> None:
+    import torch.utils.checkpoint as checkpointing
+
+    original = checkpointing.checkpoint
+
+    @functools.wraps(original)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        observer.learn("recompute", "full", f"torch.utils.checkpoint, {find_script_line()}")
+        return original(*args, **kwargs)
+
+    put(checkpointing, "checkpoint", checkpoint)

@@ -1,0 +1,177 @@
+"""The process that follows a script: `python -m trimtab.scripts.worker REQUEST RESULT`.
+
+It pretends that the target GPU is there, runs the script unchanged as its main program, and ends it when it
+has taken three optimizer steps. The result is a file of JSON: the trace, and what was found out.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
+from trimtab.scripts.result import ScriptRequest, ScriptResult
+from trimtab.trace.child_process import end_with_parent
+
+if TYPE_CHECKING:
+    from trimtab.scripts.observer import Observer
+
+
+def run_worker(request_file: str, result_file: str) -> None:
+    """Follow the script of a request, and write the result."""
+    end_with_parent()
+    warnings.simplefilter("ignore")
+    request = ScriptRequest.from_json(Path(request_file).read_bytes())
+    command = request.command
+    _set_environment(request)
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from trimtab.scripts.observer import Observer
+    from trimtab.scripts.recorder import ScriptRecorder
+    from trimtab.scripts.torch_patches import install_patches
+    from trimtab.trace.fake_cuda import install_fake_cuda
+    from trimtab.trace.kernels import Kernels
+
+    install_fake_cuda(request.device)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = ScriptRecorder(Kernels(request.device), fake_mode)
+    observer: Observer
+
+    def finish() -> None:
+        _write(result_file, make_result(observer))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    observer = Observer(recorder, finish)
+    install_patches(observer, world_size=command.world_size, devices=request.devices)
+    recorder.mark_phase("build", "weights")
+    torch._C._set_only_lift_cpu_tensors(True)
+    with recorder:
+        try:
+            _run_script(request)
+        except SystemExit as end:
+            if end.code not in (None, 0) and not observer.steps:
+                _write(result_file, ScriptResult(error=_describe_exit(request, end).to_dict()))
+                os._exit(0)
+        except KeyboardInterrupt:
+            os._exit(130)
+        except BaseException as error:  # noqa: BLE001 - whatever the script raises is the result
+            traceback.print_exc()
+            if not observer.is_over:
+                _write(result_file, ScriptResult(error=_describe_failure(error).to_dict()))
+                os._exit(0)
+            observer.notes[f"after its third step the script failed: {_shorten(error)}"] = None
+    finish()
+
+
+def _set_environment(request: ScriptRequest) -> None:
+    command = request.command
+    os.environ.update(command.environment)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(request.devices)))
+    if command.launcher == "torchrun" or command.world_size > 1:
+        os.environ.update(
+            RANK="0",
+            LOCAL_RANK="0",
+            GROUP_RANK="0",
+            WORLD_SIZE=str(command.world_size),
+            LOCAL_WORLD_SIZE=str(command.processes),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="29500",
+        )
+
+
+def _run_script(request: ScriptRequest) -> None:
+    """Run the script as the main program, with its own arguments."""
+    command = request.command
+    warnings.simplefilter("default")
+    if command.is_module:
+        sys.argv = [command.target, *command.arguments]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        return
+    sys.argv = [command.target, *command.arguments]
+    sys.path[0] = str(Path(command.target).resolve().parent)
+    runpy.run_path(command.target, run_name="__main__")
+
+
+def make_result(observer: Observer) -> ScriptResult:
+    """Return what was found out about the script."""
+    if not observer.steps:
+        return ScriptResult(error=_describe_no_step(observer).to_dict())
+    observer.recorder.paused = True
+    if observer.windows:
+        observer.windows[-1].end = len(observer.recorder.order)
+    return ScriptResult(
+        trace=observer.make_trace(),
+        facts=tuple(observer.facts.values()),
+        windows=tuple((window.name, window.begin, window.end) for window in observer.windows if window.name),
+        steps=observer.steps,
+        accumulation=observer.accumulation,
+        micro_batches=tuple(observer.micro_batches.items()),
+        lengths=tuple(observer.lengths.items()),
+        loader_s=observer.loader_s / observer.loader_batches if observer.loader_batches else None,
+    )
+
+
+def _describe_no_step(observer: Observer) -> TrimtabError:
+    found = "it ended without an optimizer step on the GPU"
+    if observer.recorder.order:
+        found += ", although it used the GPU"
+    elif not observer.roots:
+        found += ", and no model was called"
+    return CannotFollow(
+        "the script", found=found, cure="Give the command that trains; it must use torch.optim's optimizers."
+    )
+
+
+def _describe_exit(request: ScriptRequest, end: SystemExit) -> TrimtabError:
+    code = end.code if isinstance(end.code, int) else 1
+    found = f"it ended with exit code {code}" if isinstance(end.code, int) else str(end.code)
+    return WrongUse(
+        f"the command {' '.join(request.command.words)}", found=found, cure="See its output above."
+    )
+
+
+def _shorten(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0][:200] or "no message"
+    return f"{type(error).__name__}: {text}"
+
+
+def _describe_failure(error: BaseException) -> TrimtabError:
+    """Return the error of a script: its own, or something that trimtab cannot follow."""
+    from trimtab.jobs.load import job_error, tracing_error
+
+    if isinstance(error, TrimtabError):
+        return error
+    plain = error if isinstance(error, Exception) else RuntimeError(str(error))
+    plain.__traceback__ = error.__traceback__
+    if _is_own_fault(plain):
+        return job_error("the script", plain, "Run it without trimtab to see whether it works.")
+    cure = "Write that part with other operations, or leave it out; please report it, with the operation."
+    return tracing_error("the script", plain, cure)
+
+
+def _is_own_fault(error: Exception) -> bool:
+    """Return whether an error has nothing to do with fake tensors: a missing file, package or argument."""
+    from trimtab.jobs.load import OPERATION
+
+    if hasattr(error, OPERATION):
+        return False
+    return isinstance(error, OSError | ImportError | SyntaxError | JobFailed | KeyError | NameError)
+
+
+def _write(file: str, result: ScriptResult) -> None:
+    temporary = Path(f"{file}.part")
+    temporary.write_text(result.to_json(), encoding="utf-8")
+    temporary.replace(file)
+
+
+if __name__ == "__main__":
+    run_worker(*sys.argv[1:3])
