@@ -165,6 +165,17 @@ TargetName = Annotated[
 ]
 
 
+Vary = Annotated[
+    Words,
+    option(
+        "Option or environment variable of the training command that may change, with values to try if you "
+        "like: --vary --batch-size, --vary BATCH=8,16. Default: those that are known. Can be repeated.",
+        metavar="NAME[=VALUES]",
+        many=True,
+    ),
+]
+
+
 class CommandRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Base class of requests. A field without `option` is a hook for Python callers: no flag, not in JSON."""
 
@@ -314,10 +325,11 @@ class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
     ] = None
 
 
-class PlanRequest(JobOnDevices, frozen=True, kw_only=True):
+class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
     """Arguments of `trimtab plan`: find the best configuration of a job on some devices."""
 
     network: Network = None
+    vary: Vary = ()
     global_batch: Annotated[
         int | None, option("Samples per optimizer step, instead of the job's own number.")
     ] = None
