@@ -208,6 +208,9 @@ def _as_json(error: TrimtabError) -> dict[str, Any]:
 def _show_error(error: TrimtabError) -> None:
     from trimtab import render
 
+    for note in getattr(error, "__notes__", ()):
+        # What the user's own program printed before it failed.
+        print(note, file=sys.stderr)  # noqa: T201 - as it was printed
     print_text(render.render_error(error), errors=True)
     if _wants_json() and sys.stdout is not None:
         print_json(_as_json(error))

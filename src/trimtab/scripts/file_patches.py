@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.scripts.observer import SAVE, Observer, put
+from trimtab.trace.fake_cuda import MODULE_PATCHES
 
 
 def patch_files(observer: Observer, fake_mode: Any) -> None:
@@ -35,6 +36,8 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
 
     put(torch, "save", save)
     put(torch, "load", load)
+    for module in IDENTIFYING_MODULES:
+        MODULE_PATCHES[module] = _patch_storage_ids
     _patch_safetensors(fake_mode)
 
 
@@ -47,8 +50,27 @@ def _patch_safetensors(fake_mode: Any) -> None:
         return
     WeightFile.open_real, WeightFile.fake_mode = safetensors.safe_open, fake_mode
     WeightFile.dtypes = safetensors.torch._TYPES
+    _patch_storage_ids(safetensors.torch)
     for place in (safetensors, safetensors.torch):
         put(place, "safe_open", WeightFile)
+
+
+IDENTIFYING_MODULES = ("transformers.pytorch_utils", "accelerate.utils.modeling", "safetensors.torch")
+"""Modules that find tensors with shared memory by their addresses, which fake tensors do not have."""
+
+
+def _patch_storage_ids(module: Any) -> None:
+    def find_storage(tensor: Any) -> int:
+        return int(tensor.untyped_storage()._cdata)
+
+    if hasattr(module, "storage_ptr"):
+        put(module, "storage_ptr", find_storage)
+    if hasattr(module, "id_tensor_storage"):
+        put(
+            module,
+            "id_tensor_storage",
+            lambda tensor: (tensor.device, find_storage(tensor), tensor.untyped_storage().nbytes()),
+        )
 
 
 class WeightFile:

@@ -20,6 +20,7 @@ from trimtab.trace.child_process import parent_variable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.errors import TrimtabError
     from trimtab.spec import Device, ScriptCommand
 
 TIMEOUT_S = 900.0
@@ -76,6 +77,12 @@ def follow_script(
         return _read_result(command, answer, log, process.returncode)
 
 
+def add_output(error: TrimtabError, log: Path) -> TrimtabError:
+    """Add the last lines of a script's output to its error; the command line shows them above it."""
+    error.add_note("\n".join(_read_tail(log)[-TAIL_LINES:]))
+    return error
+
+
 def _environment() -> dict[str, str]:
     """Return the environment of the child; it imports this trimtab, wherever its Python comes from."""
     paths = [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -121,17 +128,14 @@ def _read_tail(log: Path, size: int = 8192) -> list[str]:
 def _read_result(command: ScriptCommand, answer: Path, log: Path, status: int) -> ScriptResult:
     if not answer.exists():
         how = f"signal {-status}" if status < 0 else f"exit code {status}"
-        tail = "\n".join(_read_tail(log)[-TAIL_LINES:])
-        raise JobFailed(
+        error: TrimtabError = JobFailed(
             format_command(command),
-            found=f"the process ended with {how}; the last that it printed:\n{tail}\n",
+            found=f"the process ended with {how}",
             cure="Run the command without trimtab. If it works there, this is a bug in trimtab.",
         )
+        raise add_output(error, log)
     result = ScriptResult.from_json(answer.read_bytes())
     if not result.error:
         return result
     error = error_from_dict(result.error)
-    tail = "\n".join(f"  {line}" for line in _read_tail(log)[-TAIL_LINES:])
-    raise type(error)(
-        error.given, found=f"{error.found}\nThe last lines of its output:\n{tail}\n", cure=error.cure
-    )
+    raise add_output(error, log)

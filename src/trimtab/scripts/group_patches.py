@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trimtab.scripts.observer import Observer, find_script_line, put
+from trimtab.scripts.observer import Observer, put
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def patch_groups(observer: Observer, world_size: int) -> None:
     def init_process_group(backend: Any = None, *_: Any, **kwargs: Any) -> None:
         size = kwargs.get("world_size", -1)
         size = size if isinstance(size, int) and size > 0 else world_size
-        observer.learn("gpus", size, f"init_process_group, {find_script_line()}")
+        observer.learn("gpus", size, "init_process_group")
         original_init("fake", store=FakeStore(), rank=0, world_size=size)
 
     def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
@@ -57,7 +57,7 @@ def patch_groups(observer: Observer, world_size: int) -> None:
         put(dist, name, lambda *_, **__: None)
 
     def spawn(function: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-        observer.learn("gpus", nprocs, f"torch.multiprocessing.spawn, {find_script_line()}")
+        observer.learn("gpus", nprocs, "torch.multiprocessing.spawn")
         function(0, *args)
 
     put(torch.multiprocessing, "spawn", spawn)
@@ -75,7 +75,7 @@ def _patch_sharding(observer: Observer) -> None:
 
     @functools.wraps(original)
     def fully_shard(*args: Any, **kwargs: Any) -> Any:
-        observer.learn("strategy", "fsdp", f"fully_shard, {find_script_line()}")
+        observer.learn("strategy", "fsdp", "fully_shard")
         return original(*args, **kwargs)
 
     put(fsdp, "fully_shard", fully_shard)
@@ -83,7 +83,7 @@ def _patch_sharding(observer: Observer) -> None:
 
     @functools.wraps(init)
     def wrap(module: Any, *args: Any, **kwargs: Any) -> None:
-        observer.learn("strategy", "fsdp", f"FullyShardedDataParallel, {find_script_line()}")
+        observer.learn("strategy", "fsdp", "FullyShardedDataParallel")
         init(module, *args, **kwargs)
 
     put(fsdp.FullyShardedDataParallel, "__init__", wrap)
@@ -106,7 +106,7 @@ class FollowedDataParallel(torch.nn.Module):
 
     def __init__(self, module: Any, *_: Any, **kwargs: Any) -> None:
         super().__init__()
-        self.observer.learn("strategy", "ddp", f"DistributedDataParallel, {find_script_line()}")
+        self.observer.learn("strategy", "ddp", "DistributedDataParallel")
         self.module = module
         self.require_backward_grad_sync = True
         self._views = bool(kwargs.get("gradient_as_bucket_view", False))

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 STEPS = 3
 """The first step creates optimizer states and workspaces, the second has all of them, the third is steady."""
+EXTRA_STEPS = 2
+"""Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
 OWN_FOLDER = str(Path(__file__).parent.parent)
@@ -69,14 +71,21 @@ def _short_path(file: str) -> str:
         return file
 
 
-@dataclass
+@dataclass(frozen=True)
 class MicroBatchWork:
     """The work of one backward pass and the forward pass before it."""
 
     begin: int
     end: int
-    signature: int
+    calls: tuple[Any, ...]
+    """The calls of models in it, with their inputs."""
+    forward: int
+    """Hash of the work of its forward pass."""
     skipped: bool
+
+    def repeats(self, other: MicroBatchWork) -> bool:
+        """Return whether it does the same work; a first backward pass adds to no earlier gradients."""
+        return self.calls == other.calls and self.forward == other.forward
 
 
 @dataclass
@@ -127,7 +136,6 @@ class Observer:
     steps: int = 0
     windows: list[PhaseWindow] = field(default_factory=list)
     units: list[MicroBatchWork] = field(default_factory=list)
-    last_units: list[MicroBatchWork] = field(default_factory=list)
     accumulation: int = 1
     sequence: tuple[int, ...] = ()
     engine: tuple[bool, ...] = ()
@@ -149,17 +157,21 @@ class Observer:
     _main: int = field(default_factory=threading.get_ident)
     _calls: dict[tuple[int, int], CachedCall] = field(default_factory=dict)
     _call_number: int = 0
-    _repeated: int | None = None
-    """Signature of the micro-batches that repeated in the step before."""
+    _inputs: list[Any] = field(default_factory=list)
+    """Models that were called with a graph in the current micro-batch, and their inputs."""
+    _forward_begin: int = 0
+    _forward_end: int = 0
     _over_at: float = 0.0
+    _extra_steps: int = 0
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
 
-    def learn(self, name: str, value: Any, where: str = "") -> None:
-        """Record a fact; what is seen first stays."""
+    def learn(self, name: str, value: Any, how: str = "") -> None:
+        """Record a fact, how it was seen and at which line; what is seen first stays."""
         if name not in self.facts:
-            self.facts[name] = ScriptFact(name=name, value=str(value), where=where or find_script_line())
+            where = ", ".join(filter(None, (how, find_script_line())))
+            self.facts[name] = ScriptFact(name=name, value=str(value), where=where)
 
     # Modules
 
@@ -174,6 +186,10 @@ class Observer:
         key = (id(module), self._call_number if training else -1)
         self._call_number += 1
         signature = describe_inputs(args, kwargs)
+        if training:
+            if not self._inputs:
+                self._forward_begin = len(self.recorder.sequence)
+            self._inputs.append((id(module), signature))
         cached = self._calls.get(key)
         if cached is not None and cached.signature == signature:
             if self.can_skip() if training else cached.count > 1:
@@ -205,9 +221,12 @@ class Observer:
     def can_skip(self) -> bool:
         """Return whether the coming micro-batch repeats the ones before it."""
         units = self.units
-        if len(units) < 2 or self.is_over:  # noqa: PLR2004 - the second adds to existing gradients
-            return False
-        return units[-1].skipped or units[-1].signature in (units[-2].signature, self._repeated)
+        if self.is_over:
+            return True
+        if self.steps == STEPS - 1 and self.accumulation > 1:
+            # The step before showed how memory grows in the second micro-batch.
+            return len(units) > 0
+        return len(units) > 1 and units[-1].repeats(units[-2])
 
     def _enter(
         self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any, root: bool = False
@@ -268,19 +287,27 @@ class Observer:
 
     def begin_backward(self) -> None:
         """Note that a backward pass begins on the main thread."""
+        self._forward_end = len(self.recorder.sequence)
         self._backward_depth += 1
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended: it ends a micro-batch."""
         self._backward_depth -= 1
-        if self._backward_depth or "step0" not in self.recorder.marks:
+        if self._backward_depth or self.is_over or "step0" not in self.recorder.marks:
             return
         sequence = self.recorder.sequence
         begin = self.units[-1].end if self.units else 0
         skipped, self._is_skipped = self._is_skipped, False
-        signature = self.units[-1].signature if skipped else hash(tuple(sequence[begin:]))
-        self.units.append(MicroBatchWork(begin, len(sequence), signature, skipped))
+        if skipped:
+            last = self.units[-1]
+            self.units.append(MicroBatchWork(begin, len(sequence), last.calls, last.forward, skipped=True))
+        else:
+            forward = hash(tuple(sequence[self._forward_begin : self._forward_end]))
+            self.units.append(
+                MicroBatchWork(begin, len(sequence), tuple(self._inputs), forward, skipped=False)
+            )
         self._call_number = 0
+        self._inputs = []
 
     def end_step(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped."""
@@ -294,11 +321,17 @@ class Observer:
         self._first = self._first or id(optimizer)
         if id(optimizer) != self._first:
             return
+        if self.is_over:
+            self._extra_steps += 1
+            if self._extra_steps > EXTRA_STEPS:
+                self.finish()
+            return
         self._close_step()
         self.steps += 1
-        if self.steps > STEPS:
-            self.finish()
         recorder = self.recorder
+        if self.steps == STEPS - 1 and recorder.repeat_step("step0", "step1", "step2"):
+            # The second step left exactly what it found: a third would be the same.
+            self.steps = STEPS
         recorder.mark_phase("end" if self.steps == STEPS else f"step{self.steps}", "activations")
         if self.steps == STEPS:
             self.is_over = True
@@ -312,19 +345,18 @@ class Observer:
         """Keep the work of the step: one micro-batch and the optimizer, or all if the passes differ."""
         recorder, units = self.recorder, self.units
         sequence, engine = recorder.sequence, recorder.by_engine
-        later = {unit.signature for unit in units[1:]}
         self.accumulation = 1
-        if len(units) > 1 and len(later) == 1:
+        if len(units) > 1 and all(unit.repeats(units[0]) for unit in units):
             self.accumulation = len(units)
-            self._repeated = units[1].signature
             first, tail = units[0], units[-1].end
             self.sequence = (*sequence[first.begin : first.end], *sequence[tail:])
             self.engine = (*engine[first.begin : first.end], *engine[tail:])
         else:
             self.sequence, self.engine = tuple(sequence), tuple(engine)
         self.recomputed_flops = recorder.recomputed_flops // max(1, sum(not unit.skipped for unit in units))
-        self.last_units, self.units = units, []
+        self.units = []
         self._call_number = 0
+        self._inputs = []
         recorder.sequence, recorder.by_engine = [], []
         recorder.recomputed_flops = 0
 
@@ -435,24 +467,23 @@ def _forget_graph(leaf: Any) -> Any:
 
 
 def describe_precision(module: Any) -> tuple[str, str]:
-    """Return the precision that a training call runs in, and where it was seen."""
+    """Return the precision that a training call runs in, and what shows it."""
     dtypes: dict[torch.dtype, int] = {}
     for parameter in module.parameters():
         if parameter.is_floating_point():
             dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + parameter.numel()
     weights = max(dtypes, key=lambda dtype: dtypes[dtype], default=torch.float32)
-    where = find_script_line()
     if torch.is_autocast_enabled("cuda"):
         lower = torch.get_autocast_dtype("cuda")
         word = "fp16" if lower is torch.float16 else "bf16"
-        return ("bf16-true" if weights is torch.bfloat16 else word), f"autocast to {lower}, {where}"
+        return ("bf16-true" if weights is torch.bfloat16 else word), f"autocast to {lower}"
     if weights is torch.bfloat16:
-        return "bf16-true", f"weights in {weights}, {where}"
+        return "bf16-true", f"weights in {weights}"
     if weights is torch.float16:
-        return "fp16", f"weights in {weights}, {where}"
+        return "fp16", f"weights in {weights}"
     if torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32:
-        return "tf32", f"weights in {weights}, TF32 allowed, {where}"
-    return "fp32", f"weights in {weights}, no autocast, {where}"
+        return "tf32", f"weights in {weights}, TF32 allowed"
+    return "fp32", f"weights in {weights}, no autocast"
 
 
 def describe_optimizer(optimizer: Any) -> str:

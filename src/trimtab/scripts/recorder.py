@@ -64,6 +64,8 @@ class ScriptRecorder(Recorder):
             if func is TO_COPY:
                 self.copied_from_host += 1
                 self.part = "inputs"
+        elif any(type(value) is torch.Tensor for value in args):
+            args = tuple(map(self._to_fake, args))
         try:
             with self.fake_mode:
                 out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -77,7 +79,9 @@ class ScriptRecorder(Recorder):
         if type(value) is not torch.Tensor:
             return value
         with _disable_current_modes():
-            return self.fake_mode.from_tensor(value)
+            fake = self.fake_mode.from_tensor(value)
+        self._keep_values(value, fake)
+        return fake
 
     def _copy_to_host(self, tensor: Any, dtype: torch.dtype | None) -> torch.Tensor:
         """Return an ordinary tensor with the values of one on the GPU, as far as they are known."""

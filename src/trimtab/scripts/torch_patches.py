@@ -117,7 +117,7 @@ def _patch_fake_tensors(fake_mode: Any) -> None:
 
         return run
 
-    for method in ("numpy", "tolist", "__array__"):
+    for method in ("numpy", "tolist", "__array__", "__format__"):
         setattr(FakeTensor, method, as_real(method))
     original: Any = torch.Tensor.data
 
@@ -210,7 +210,7 @@ def _patch_loaders(observer: Observer) -> None:
     def next_batch(iterator: Any) -> Any:
         observer.check_time()
         count = iterator.__dict__.setdefault("_trimtab_count", 0)
-        if observer.is_over and count >= LAST_BATCHES:
+        if observer.is_over and (torch.is_grad_enabled() or count >= LAST_BATCHES):
             raise StopIteration
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
@@ -268,13 +268,13 @@ def _patch_compile(observer: Observer) -> None:
     """Follow compiled models without compiling; what compiling saves is guessed afterwards."""
 
     def compile_nothing(model: Any = None, **_: Any) -> Any:
-        observer.learn("compile", "true", f"torch.compile, {find_script_line()}")
+        observer.learn("compile", "true", "torch.compile")
         return model if model is not None else (lambda function: function)
 
     put(torch, "compile", compile_nothing)
 
     def compile_module(module: Any, *_: Any, **__: Any) -> None:
-        observer.learn("compile", "true", f"Module.compile, {find_script_line()}")
+        observer.learn("compile", "true", "Module.compile")
 
     put(torch.nn.Module, "compile", compile_module)
 
@@ -286,7 +286,7 @@ def _patch_checkpointing(observer: Observer) -> None:
 
     @functools.wraps(original)
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        observer.learn("recompute", "full", f"torch.utils.checkpoint, {find_script_line()}")
+        observer.learn("recompute", "full", "torch.utils.checkpoint")
         return original(*args, **kwargs)
 
     put(checkpointing, "checkpoint", checkpoint)

@@ -63,7 +63,7 @@ def run_worker(request_file: str, result_file: str) -> None:
         except KeyboardInterrupt:
             os._exit(130)
         except BaseException as error:  # noqa: BLE001 - whatever the script raises is the result
-            traceback.print_exc()
+            _print_own_traceback(error)
             if not observer.is_over:
                 _write(result_file, ScriptResult(error=_describe_failure(error).to_dict()))
                 os._exit(0)
@@ -74,6 +74,8 @@ def run_worker(request_file: str, result_file: str) -> None:
 def _set_environment(request: ScriptRequest) -> None:
     command = request.command
     os.environ.update(command.environment)
+    # Fake tensors belong to one thread.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(request.devices)))
     if command.launcher == "torchrun" or command.world_size > 1:
         os.environ.update(
@@ -139,6 +141,17 @@ def _describe_exit(request: ScriptRequest, end: SystemExit) -> TrimtabError:
     )
 
 
+def _print_own_traceback(error: BaseException) -> None:
+    """Print the traceback from the script's own first line on."""
+    here = error.__traceback__
+    while here is not None and (
+        here.tb_frame.f_code.co_filename.startswith("<frozen")
+        or "trimtab.scripts" in str(here.tb_frame.f_globals.get("__spec__"))
+    ):
+        here = here.tb_next
+    traceback.print_exception(type(error), error, here or error.__traceback__)
+
+
 def _shorten(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0][:200] or "no message"
     return f"{type(error).__name__}: {text}"
@@ -161,9 +174,14 @@ def _describe_failure(error: BaseException) -> TrimtabError:
 def _is_own_fault(error: Exception) -> bool:
     """Return whether an error has nothing to do with fake tensors: a missing file, package or argument."""
     from trimtab.jobs.load import OPERATION
+    from trimtab.trace.fake_cuda import is_library_file
 
     if hasattr(error, OPERATION):
         return False
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and not is_library_file(frames[-1].filename) and "trimtab" not in frames[-1].filename:
+        # The script itself raised it.
+        return True
     return isinstance(error, OSError | ImportError | SyntaxError | JobFailed | KeyError | NameError)
 
 

@@ -389,6 +389,10 @@ class Recorder(TorchDispatchMode):
                 self.causes[copies[number]] = self.causes[number]
         events = self.order[begin:end]
         self.order += [copies[event] if event >= 0 else ~copies[~event] for event in events]
+        # What is alive now was left by the copy.
+        for key, live in self._allocation_ids.items():
+            if live is not None:
+                self._allocation_ids[key] = copies.get(live, live)
         return True
 
     def _describe_allocation(self, number: int) -> tuple[int, str, str, str, int]:

@@ -12,6 +12,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.catalog.facts import fallback_facts
@@ -257,12 +258,14 @@ def _equal_size_ranges(sizes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def make_known_tensor(values: list[int]) -> torch.Tensor:
-    """Return a fake tensor of integers on the host whose values later operations can read."""
+    """Return integers on the host whose values later operations can read; fake where everything is."""
     with _disable_current_modes():
         real = torch.tensor(values, dtype=torch.int64)
-    fake = torch.empty((len(values),), dtype=torch.int64, device="cpu")
-    setattr(fake, REAL_ATTRIBUTE, real)
-    return fake
+    made = torch.empty((len(values),), dtype=torch.int64, device="cpu")
+    if not isinstance(made, FakeTensor):
+        return real
+    setattr(made, REAL_ATTRIBUTE, real)
+    return made
 
 
 class _CastWeights(torch.autograd.Function):

@@ -1,0 +1,303 @@
+"""Make small data sets, tokenizers and models for the public scripts of bench/scripts.py, without a network.
+
+Each function gets the folder that the script starts in and writes what the script will look for there.
+Everything is generated from fixed seeds, so that two machines prepare the same data.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import pickle
+import random
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORDS = [
+    first + second
+    for first in (
+        "ba",
+        "co",
+        "di",
+        "fu",
+        "ga",
+        "he",
+        "ki",
+        "lo",
+        "mu",
+        "ne",
+        "pa",
+        "ro",
+        "su",
+        "ta",
+        "ve",
+        "zi",
+    )
+    for second in ("", "l", "n", "r", "s", "t", "ka", "li", "mo", "no", "pe", "ri", "sta", "ton", "ver", "x")
+]
+METRIC = """
+import datasets
+import evaluate
+
+
+class Share(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features(
+            {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
+        )
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references, **_):
+        right = sum(int(a == b) for a, b in zip(predictions, references))
+        return {"accuracy": right / max(1, len(references)), "f1": 0.0}
+"""
+
+
+def make_sentences(count: int, shortest: int, longest: int, seed: int = 0) -> list[str]:
+    """Return sentences of random words."""
+    draw = random.Random(seed)  # noqa: S311 - not a secret
+    return [" ".join(draw.choices(WORDS, k=draw.randint(shortest, longest))) for _ in range(count)]
+
+
+def write_text(folder: Path, name: str, lines: list[str]) -> None:
+    """Write lines to a file of the folder."""
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_tokens(folder: Path, name: str = "openwebtext", vocabulary: int = 50257) -> None:
+    """Write train.bin and val.bin of 16-bit tokens, as nanoGPT's preparation does."""
+    target = folder / "data" / name
+    target.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 2_000_000), ("val", 200_000)):
+        rng.integers(0, vocabulary, count).astype(np.uint16).tofile(target / f"{split}.bin")
+
+
+def write_characters(folder: Path, name: str = "input.txt") -> None:
+    """Write a text for a character model; it has every character of "O God, O God!"."""
+    write_text(folder, name, ["O God, O God! " + line for line in make_sentences(4000, 8, 16)])
+
+
+def write_word_corpus(folder: Path, name: str = "data/wikitext-2", vocabulary: int = 33278) -> None:
+    """Write train.txt, valid.txt and test.txt with the vocabulary of WikiText-2."""
+    draw = random.Random(0)  # noqa: S311 - not a secret
+    words = [f"w{index}" for index in range(vocabulary - 1)]
+    lines = [" ".join(words[start : start + 24]) for start in range(0, len(words), 24)]
+    lines += [" ".join(draw.choices(words, k=24)) for _ in range(10_000)]
+    write_text(folder, f"{name}/train.txt", lines)
+    for split in ("valid", "test"):
+        write_text(folder, f"{name}/{split}.txt", lines[-1000:])
+
+
+def write_wikitext_file(folder: Path) -> None:
+    """Write the one file that Lightning's WikiText2 reads."""
+    write_word_corpus(folder, "data")
+    (folder / "data" / "train.txt").rename(folder / "data" / "wikitext-2.txt")
+
+
+def write_digits(folder: Path, root: str = "../data") -> None:
+    """Write MNIST's files with random digits."""
+    raw = folder / root / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 60_000), ("t10k", 10_000)):
+        images = (
+            struct.pack(">IIII", 2051, count, 28, 28) + rng.integers(0, 256, count * 784, np.uint8).tobytes()
+        )
+        labels = struct.pack(">II", 2049, count) + rng.integers(0, 10, count, np.uint8).tobytes()
+        for kind, content in ((f"{split}-images-idx3", images), (f"{split}-labels-idx1", labels)):
+            (raw / f"{kind}-ubyte").write_bytes(content)
+            with gzip.open(raw / f"{kind}-ubyte.gz", "wb", compresslevel=1) as file:
+                file.write(b"")
+
+
+def write_cifar(folder: Path, root: str = "dataset") -> None:
+    """Write CIFAR-10's files with random images."""
+    target = folder / root / "cifar-10-batches-py"
+    target.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for name in (*(f"data_batch_{index}" for index in range(1, 6)), "test_batch"):
+        entry = {
+            "data": rng.integers(0, 256, (400, 3072), np.uint8),
+            "labels": rng.integers(0, 10, 400).tolist(),
+        }
+        (target / name).write_bytes(pickle.dumps(entry))
+    (target / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(index) for index in range(10)]}))
+
+
+def write_images(folder: Path, root: str = "images", classes: int = 10, each: int = 80) -> None:
+    """Write a folder of JPEG files, one folder a class, for training and validation."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for split, count in (("train", each), ("val", max(8, each // 10))):
+        for index in range(classes):
+            target = folder / root / split / f"class{index}"
+            target.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                small = rng.integers(0, 256, (16, 16, 3), np.uint8)
+                Image.fromarray(small).resize((256, 256)).save(target / f"{number}.jpg")
+
+
+def make_tokenizer(vocabulary: int, special: list[str]) -> Any:
+    """Return a byte-level BPE tokenizer, trained on random words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(make_sentences(3000, 8, 16), trainer)
+    return tokenizer
+
+
+def write_decoder(folder: Path, name: str, kind: str, dtype: str = "float32", **shape: Any) -> None:
+    """Write a causal language model with random weights, and its tokenizer, as a Hugging Face folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer(2000, special),
+        bos_token=special[0],
+        eos_token=special[0],
+        pad_token=special[3],
+        model_max_length=1024,
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **shape, bos_token_id=0, eos_token_id=0, pad_token_id=3)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / name)
+
+
+def write_gpt2(folder: Path, name: str = "gpt2") -> None:
+    """Write GPT-2 small."""
+    write_decoder(folder, name, "gpt2")
+
+
+def write_llama(folder: Path, name: str = "llama-1b") -> None:
+    """Write a model with the shape of Llama 3.2 1B, in bf16."""
+    write_decoder(
+        folder,
+        name,
+        "llama",
+        "bfloat16",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+        max_position_embeddings=131072,
+    )
+
+
+def write_bert(folder: Path, name: str = "bert-base-cased") -> None:
+    """Write BERT base with a WordPiece tokenizer."""
+    import torch
+    from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {word: index for index, word in enumerate([*special, *sorted(set(WORDS))])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))  # noqa: S106 - not a password
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",  # noqa: S106
+        unk_token="[UNK]",  # noqa: S106
+        cls_token="[CLS]",  # noqa: S106
+        sep_token="[SEP]",  # noqa: S106
+        mask_token="[MASK]",  # noqa: S106
+        model_max_length=512,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+    torch.manual_seed(0)
+    BertForMaskedLM(BertConfig(vocab_size=28996)).save_pretrained(folder / name)
+    fast.save_pretrained(folder / name)
+
+
+def write_metric(folder: Path, name: str) -> None:
+    """Write a metric of the `evaluate` library under a name that it would fetch otherwise."""
+    write_text(folder, f"{name}/{name}.py", [METRIC])
+
+
+def write_pairs(folder: Path) -> None:
+    """Write pairs of sentences with labels: as CSV files, and as the data set nyu-mll/glue, mrpc."""
+    target = folder / "nyu-mll" / "glue"
+    for split, count in (("train", 640), ("validation", 64), ("test", 64)):
+        firsts, seconds = make_sentences(count, 12, 36, 1), make_sentences(count, 12, 36, 2)
+        rows = [
+            {"sentence1": first, "sentence2": second, "label": index % 2, "idx": index}
+            for index, (first, second) in enumerate(zip(firsts, seconds, strict=True))
+        ]
+        write_text(target, f"{split}.jsonl", [json.dumps(row) for row in rows])
+        with (folder / f"{split}.csv").open("w", newline="", encoding="utf-8") as file:
+            lines = csv.DictWriter(file, ["sentence1", "sentence2", "label"], extrasaction="ignore")
+            lines.writeheader()
+            # Words, because transformers takes no numbers as the names of labels.
+            lines.writerows({**row, "label": "other" if row["label"] else "same"} for row in rows)
+    files = "".join(
+        f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "validation", "test")
+    )
+    write_text(target, "README.md", [f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}---"])
+
+
+def write_chats(folder: Path, name: str = "chats") -> None:
+    """Write conversations, as TRL's supervised fine-tuning takes them."""
+    questions, answers = make_sentences(400, 10, 60, 3), make_sentences(400, 60, 300, 4)
+    rows = [
+        json.dumps(
+            {"messages": [{"role": "user", "content": first}, {"role": "assistant", "content": second}]}
+        )
+        for first, second in zip(questions, answers, strict=True)
+    ]
+    write_text(folder, f"{name}/train.jsonl", rows)
+
+
+def write_preferences(folder: Path, name: str = "preferences") -> None:
+    """Write prompts with a chosen and a rejected answer, as TRL's preference optimisation takes them."""
+    prompts, chosen, rejected = (make_sentences(200, 10, 80, seed) for seed in (5, 6, 7))
+    rows = [
+        json.dumps(
+            {
+                "prompt": [{"role": "user", "content": prompt}],
+                "chosen": [{"role": "assistant", "content": good}],
+                "rejected": [{"role": "assistant", "content": bad}],
+            }
+        )
+        for prompt, good, bad in zip(prompts, chosen, rejected, strict=True)
+    ]
+    write_text(folder, f"{name}/train.jsonl", rows)
+
+
+def write_corpus(folder: Path) -> None:
+    """Write a text file of sentences, to train and to validate."""
+    write_text(folder, "train.txt", make_sentences(6000, 10, 30))
+    write_text(folder, "validation.txt", make_sentences(600, 10, 30, 9))
+
+
+def write_stories(folder: Path, name: str = "roneneldan/TinyStories") -> None:
+    """Write stories under the name of a data set that a script loads."""
+    write_text(
+        folder, f"{name}/train.jsonl", [json.dumps({"text": text}) for text in make_sentences(8000, 60, 200)]
+    )
