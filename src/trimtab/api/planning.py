@@ -32,6 +32,8 @@ def plan(request: PlanRequest) -> Plan:
 
     if request.command:
         return plan_command(request)
+    if request.job is None:
+        raise TypeError("plan() needs a job, or the words of a training command as `command`")
     if request.vary:
         raise WrongUse(
             f"--vary {request.vary[0]}",

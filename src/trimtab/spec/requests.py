@@ -165,6 +165,9 @@ TargetName = Annotated[
 ]
 
 
+TrainingCommand = Annotated[
+    Words, option("A training command, word by word, as it is typed; instead of a job.", None)
+]
 Vary = Annotated[
     Words,
     option(
@@ -279,9 +282,7 @@ class JobOrCommand(CommandRequest, frozen=True):
 
     job: JobOrNone = None
     on: Devices = None
-    command: Annotated[
-        Words, option("A training command, word by word, as it is typed; instead of a job.", None)
-    ] = ()
+    command: TrainingCommand = ()
 
 
 class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
@@ -444,21 +445,24 @@ class TrainStagesRequest(TrainRequest, frozen=True, kw_only=True):
 
 
 class PlanToLaunch(CommandRequest, frozen=True):
-    """A plan to launch, or a job to plan and launch."""
+    """A plan to launch, or a job or a training command to plan and launch."""
 
     plan_or_job: Annotated[
         Any,
         option(
-            "A plan that `trimtab plan --out` wrote, or a job, which is planned first.",
+            "A plan that `trimtab plan --out` wrote, or a job, which is planned first." + COMMAND_HELP,
             argument=True,
+            required=False,
             metavar="PLAN_OR_JOB",
         ),
-    ]
+    ] = None
 
 
 class LaunchRequest(PlanToLaunch, frozen=True, kw_only=True):
     """Arguments of `trimtab launch`."""
 
+    command: TrainingCommand = ()
+    vary: Vary = ()
     extra: Annotated[
         Words,
         option(
