@@ -214,7 +214,7 @@ def first_line(value: Any) -> str:
 def functions() -> str:
     """The functions of the package, with what they take."""
     rows = []
-    for name in sorted(trimtab.__all__):
+    for name in dir(trimtab):
         value = getattr(trimtab, name)
         if inspect.isfunction(value):
             rows.append((f"`trimtab.{name}{cell(signature(value))}`", first_line(value)))

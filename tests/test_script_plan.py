@@ -360,3 +360,31 @@ def test_a_plan_of_a_command_trains_no_job(tmp_path: Path) -> None:
     for given in (plan, file):
         with pytest.raises(WrongUse, match="training command"):
             trimtab.train("slm:tiny", given, steps=1, out=tmp_path / "run")
+
+
+def test_a_plan_of_a_command_is_typed_and_not_applied(tmp_path: Path) -> None:
+    plan = make_plan(Script(FULL), "python train.py")
+    with pytest.raises(WrongUse, match="its result is a command line") as raised:
+        trimtab.apply(plan, tmp_path / "config.yaml")
+    assert typed(plan) in raised.value.cure
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"objective": "cost"}, "it is for a job"),
+        ({"compare": [1, 2]}, "it is for a job"),
+        ({"deadline": "2h"}, "not known how many samples"),
+        ({"vary": ["--nothing"]}, "the script has no such option"),
+    ],
+)
+def test_options_that_a_command_does_not_have_are_refused(
+    options: dict[str, Any], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(FULL, encoding="utf-8")
+    with pytest.raises(WrongUse) as raised:
+        trimtab.plan(on="H100", command=["python", "train.py"], **options)
+    assert found in raised.value.found
+    with pytest.raises(WrongUse, match="a job was given"):
+        trimtab.plan("slm:tiny", "H100", vary=["--batch-size"])

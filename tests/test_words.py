@@ -20,6 +20,7 @@ ALL_VERBS = [
     "detect",
     "estimate",
     "plan",
+    "max",
     "apply",
     "show",
     "revert",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         train_stages,
         watch,
     )
+    from trimtab.api import max as max  # noqa: A004
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
     from trimtab.spec import Cluster, Device, Finding, Link, Node, Stage
@@ -81,7 +82,9 @@ __all__ = [
     "watch",
 ]
 
-_MODULES = dict.fromkeys(__all__, "trimtab.api") | {
+# `trimtab.max` is public too. It is not listed, so that `from trimtab import *` leaves Python's max alone.
+_UNLISTED = ("max",)
+_MODULES = dict.fromkeys((*__all__, *_UNLISTED), "trimtab.api") | {
     **dict.fromkeys(("Cluster", "Device", "Finding", "Link", "Node", "Stage"), "trimtab.spec"),
     "Job": "trimtab.jobs.job",
     "Run": "trimtab.training.run",
@@ -100,4 +103,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted((*__all__, *_UNLISTED))

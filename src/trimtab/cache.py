@@ -139,6 +139,8 @@ BATCH_LOSSES = CacheKind("batch_losses")
 JOB_FAULTS = CacheKind("job_faults")
 """Reasons why jobs cannot be trained."""
 MODULE_CLASSES = CacheKind("module_classes")
+NUMBER_OPTIONS = CacheKind("number_options")
+"""Whole-number options of jobs, with their limits."""
 TOKENS = CacheKind("text", max_entries=None)
 """Tokenised texts, a folder each. They have no limit: running jobs map them into memory."""
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from trimtab.units import format_bandwidth, format_bytes, format_duration, format_flops, format_gib, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Device,
         Estimate,
         Finding,
+        LargestValue,
         Link,
         MfuReference,
         Node,
@@ -612,6 +613,51 @@ def render_estimate(
     for label, text in rows:
         table.add_row(label, escape(text))
     return Group(*parts, Text(), Padding(table, (0, 0, 0, 1), expand=False))
+
+
+def render_largest(result: LargestValue) -> RenderableType:
+    """Return the largest value that fits, its estimate, and what twice as much would need."""
+    heading = f"largest {result.of} of {result.job} on {result.on} is {result.largest:,}"
+    rows = [("setting", describe_setting(result.setting)), ("limit", result.limit_reason)]
+    rows += [("twice", line) for line in _describe_twice(result)]
+    rows += [("note", note) for note in result.notes]
+    rows += [("assumed", line) for line in result.estimate.assumptions]
+    table = _make_table()
+    table.show_header = False
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for index, (label, text) in enumerate(rows):
+        table.add_row("" if index and rows[index - 1][0] == label else label, escape(text))
+    return Group(
+        _render_verdict(result.estimate, heading),
+        Text(),
+        _render_bar(result.estimate),
+        Text(),
+        _render_figures(result.estimate),
+        Text(),
+        Padding(table, (0, 0, 0, 1), expand=False),
+    )
+
+
+def _describe_twice(result: LargestValue) -> Iterator[str]:
+    """Yield what twice the largest value would need, then the changes that did not suffice."""
+    following = result.next
+    if following.change is None:
+        yield f"{result.of} {following.value:,} is not possible: {following.why_not}"
+    else:
+        estimate = following.change.estimate
+        speed = "" if estimate.samples_per_s is None else f", {estimate.samples_per_s:,.3g} samples/s"
+        tightly = " tightly" if _is_tight(estimate) else ""
+        yield (
+            f"{result.of} {following.value:,} fits{tightly} with {following.change.what}: "
+            f"{format_bytes(estimate.process_bytes)}{speed}"
+        )
+    for tried in following.tried:
+        if tried.process_bytes is None:
+            yield f"not with {tried.what}: {tried.error}"
+        elif following.change is None or tried.what != following.change.what:
+            word = "only tightly" if tried.verdict == "fits-tight" else "not"
+            yield f"{word} with {tried.what}: {format_bytes(tried.process_bytes)}"
 
 
 FACT_LABELS = {

@@ -33,6 +33,7 @@ def propose(request: ApplyRequest) -> tuple[Plan, Proposal]:
     from trimtab.configs.apply import parse_aim, propose_edits
     from trimtab.configs.formats import read_config
     from trimtab.configs.targets import list_targets
+    from trimtab.errors import WrongUse
     from trimtab.probe.detect import as_cluster
 
     found, unchecked = (

@@ -20,6 +20,7 @@ VERBS = (
     "profile",
     "calibrate",
     "plan",
+    "max",
     "apply",
     "show",
     "revert",

@@ -100,6 +100,8 @@ class HuggingFace(Job):
     """Tokens per sample."""
     lora: int | None = None
     """Rank of LoRA adapters on every linear layer except the head; the rest is frozen."""
+    layers: int | None = None
+    """Number of hidden layers, instead of the config's own."""
     frozen = False
     """Train only the head."""
     rate = 1e-4
@@ -146,6 +148,8 @@ class HuggingFace(Job):
         if getattr(config, "pad_token_id", None) is None:
             # Classifiers use it to find the last token, and decoders start with it.
             config.pad_token_id = 0
+        if self.layers is not None:
+            _set_layers(config, self.layers, self._given)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id
         return config
@@ -192,6 +196,8 @@ class HuggingFace(Job):
             notes.append(
                 f"frozen weights in {str(self._frozen_dtype).removeprefix('torch.')}, as in config.json"
             )
+        if self.layers is not None:
+            notes.append(f"{self.layers} hidden layers, which config.json does not say (--set layers)")
         if self._eager and hasattr(self._config, "num_attention_heads"):
             notes.append("attention without fused kernels: this model has no fused ones")
         return tuple(notes)
@@ -234,6 +240,17 @@ class HuggingFace(Job):
                 cure=f"Give at most {limit}.",
             )
         return self.seq
+
+    @property
+    def limits(self) -> dict[str, tuple[int, str]]:
+        """The largest value of some options, and what sets it, for `trimtab max`."""
+        limits = {}
+        if not self._is_image and self._limit is not None and not self._has_relative_positions:
+            limits["seq"] = self._limit, f"the model has {self._limit:,} positions"
+        width = getattr(self._text_config, "hidden_size", None)
+        if isinstance(width, int) and width > 0:
+            limits["lora"] = width, f"the model is {width:,} wide: a larger rank cannot express more"
+        return limits
 
     @property
     def sample_length(self) -> int | None:
@@ -375,7 +392,9 @@ class HuggingFace(Job):
     @property
     def remarks(self) -> tuple[str, ...]:
         """Notes on the training data and the origin of the weights."""
-        weights = (f"weights: {self._weights}",) if self._weights else ()
+        weights = [f"weights: {self._weights}"] if self._weights else []
+        if self.layers is not None:
+            weights.append(f"layers: {self.layers}, as chosen with layers={self.layers}; not config.json's")
         if self._is_image:
             return (*weights, "images: synthetic, with a brightness that depends on the class")
         tokens, layout, tokenizer = self._text()
@@ -477,6 +496,39 @@ def _unfreeze_head(head: nn.Module) -> None:
         )
 
     head.register_forward_pre_hook(cast_inputs)
+
+
+DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
+"""Config keys for the layers of a decoder next to an encoder."""
+
+
+def _set_layers(config: Any, layers: int, given: str) -> None:
+    """Give a config another number of hidden layers, in lists with an entry for each layer too.
+
+    The entries of such a list, as for layers with a window and without, are repeated in their order.
+    """
+    text = config.get_text_config()
+    before = getattr(text, "num_hidden_layers", None)
+    if layers < 1:
+        raise WrongUse(f"layers={layers}", found="it is below 1", cure="Give at least 1 layer.")
+    if not isinstance(before, int) or before < 1:
+        raise WrongUse(
+            f"layers={layers}",
+            found=f"the config of {given.removeprefix('job ')} has no num_hidden_layers",
+            cure="Leave it out, and edit config.json instead.",
+        )
+    names = [name for name in DECODER_LAYERS if isinstance(getattr(text, name, None), int)]
+    if any(getattr(text, name) != before for name in names):
+        raise WrongUse(
+            f"layers={layers}",
+            found=f"the encoder has {before} layers and the decoder {getattr(text, names[0])}",
+            cure="Leave it out, and edit config.json instead.",
+        )
+    for name, entries in vars(text).items():
+        if "layer" in name and isinstance(entries, list | tuple) and len(entries) == before:
+            setattr(text, name, [entries[index % before] for index in range(layers)])
+    for name in ("num_hidden_layers", *names):
+        setattr(text, name, layers)
 
 
 def read_config(folder: str, *, given: str = "") -> dict[str, Any]:

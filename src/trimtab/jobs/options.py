@@ -10,7 +10,7 @@ from trimtab.jobs.job import Job
 
 PLAIN_TYPES = (bool, int, float, str, list, tuple, dict, type(None))
 NOT_OPTIONS = frozenset(
-    {"name", "branches", "additive", "tiny", "sizes", "needs", "assumptions", "remarks", "unfelt"}
+    {"name", "branches", "additive", "tiny", "sizes", "needs", "assumptions", "remarks", "unfelt", "limits"}
 )
 """Attributes that describe a job and are not options."""
 BOOLEAN_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -27,6 +27,15 @@ def list_options(job: Any) -> dict[str, Any]:
         and not isinstance(getattr(type(job), name, None), property)
     }
     return {name: values[name] for name in sorted(values) if isinstance(values[name], PLAIN_TYPES)}
+
+
+def list_numbers(job: Any) -> dict[str, int | None]:
+    """Return the whole-number options of a job with their values; None for one that is not set."""
+    return {
+        name: value
+        for name, value in list_options(job).items()
+        if type(value) is int or (value is None and _annotated_type(job, name) is int)
+    }
 
 
 def set_options(job: Any, given: dict[str, Any]) -> Any:

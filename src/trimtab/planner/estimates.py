@@ -17,7 +17,7 @@ from trimtab.strategies import strategy_of
 from trimtab.trace.request import TraceRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trimtab.predict.memory import MemoryPeaks, Timeline
     from trimtab.spec import Cluster, Device, Estimate, Plan, Setting, Trace
@@ -54,24 +54,33 @@ def estimate_settings(  # noqa: PLR0913 - a job, its settings and a device
     clip: float | None = None,
     cache: bool = True,
     always_least: bool = False,
+    get: Callable[..., list[Trace | TrimtabError]] = get_traces,
+    quick: bool = False,
 ) -> list[Estimated | TrimtabError]:
     """Return the estimate, memory peaks and trace of each setting, or the error.
 
     One worker process traces all that is not cached. With `always_least`, also find the smallest capacity
-    for settings that fit, which takes several replays.
+    for settings that fit, which takes several replays. `get` replaces `get_traces`, for a caller that keeps
+    a worker process; it returns eager traces of compiled settings, and the effect of compiling is predicted.
+    With `quick`, the verdict of what torch cannot reserve at once stays None, which saves its replays.
     """
     for setting in settings:
         refuse_emulated(setting, device, cure="Use --precision fp16 or fp32, or look at another GPU.")
     calibration = read_own_calibration(device)
-    answers = get_traces(job, settings, device, overrides=overrides, clip=clip, cache=cache)
+    answers = get(job, settings, device, overrides=overrides, clip=clip, cache=cache)
     estimates: list[Estimated | TrimtabError] = []
     for trace, setting in zip(answers, settings, strict=True):
         if isinstance(trace, TrimtabError):
             estimates.append(trace)
             continue
-        step, memory = estimate_trace(trace, setting, device, cluster=cluster, calibration=calibration)
+        fusing = setting.compile and get is not get_traces
+        step, memory = estimate_trace(
+            trace, setting, device, cluster=cluster, calibration=calibration, fusing=fusing
+        )
         total = add_accumulation(step, trace, setting)
-        estimates.append((judge_fully(total, trace, setting, always_least=always_least), memory, trace))
+        if not quick:
+            total = judge_fully(total, trace, setting, always_least=always_least)
+        estimates.append((total, memory, trace))
     return estimates
 
 

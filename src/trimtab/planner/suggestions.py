@@ -49,7 +49,7 @@ def make_nothing_fits(
     changes = tuple(_list_changes(workload, cluster, space, need, estimator))
     pinned = format_pins(space.policy.pins)
     error = NothingFits(
-        f"{workload.name or 'the job'} on {_format_devices(cluster)}{' with ' * bool(pinned)}{pinned}",
+        f"{workload.name or 'the job'} on {format_devices(cluster)}{' with ' * bool(pinned)}{pinned}",
         found=_describe_shortage(near, least, space.policy, cluster),
         cure=_describe_changes(changes),
     )
@@ -72,7 +72,8 @@ def _find_closest(space: Space, result: SearchResult, estimator: Estimator) -> E
     return None
 
 
-def _format_devices(cluster: Cluster) -> str:
+def format_devices(cluster: Cluster) -> str:
+    """Return the devices of a cluster in words, such as 4 x NVIDIA A100."""
     counts: dict[str, int] = {}
     for device in cluster.devices:
         counts[device.kind] = counts.get(device.kind, 0) + 1

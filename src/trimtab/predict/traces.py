@@ -37,12 +37,14 @@ def get_traces(  # noqa: PLR0913 - the fields of a TraceRequest, with several se
     cache: bool = True,
     families: dict[str, Family] | None = None,
     worker: WorkerProcess | None = None,
+    partner: bool = True,
 ) -> list[Trace | TrimtabError]:
     """Return the trace or the error of each of several settings of one job.
 
     Without `cache`, nothing is read from disk and nothing is traced for later requests; settings of one
     family are still interpolated. `families` has traces of earlier calls; new ones are added to it. Without
-    `worker`, a worker process is started for this call.
+    `worker`, a worker process is started for this call. Without `partner`, no second micro-batch is traced
+    for later requests.
     """
     requests = [
         TraceRequest(job=job, overrides=overrides or {}, setting=setting, device=device, clip=clip)
@@ -56,7 +58,7 @@ def get_traces(  # noqa: PLR0913 - the fields of a TraceRequest, with several se
     known = {name: families[name] for name in names}
     for choose in (_choose_ends, _choose_all):
         chosen = _choose_missing(list(zip(names, settings, strict=True)), known, choose)
-        if cache and choose is _choose_ends and _needs_partner(chosen, known):
+        if cache and partner and choose is _choose_ends and _needs_partner(chosen, known):
             name, first = chosen[0]
             chosen.append((name, with_micro_batch(first, partner_micro_batch(first.micro_batch))))
         corners = _find_corners(chosen) if choose is _choose_ends else {}

@@ -16,6 +16,7 @@ from trimtab.spec.hardware import (
     Vendor,
     Versions,
 )
+from trimtab.spec.largest import LargestValue, TriedChange, TriedValue, TwiceAsMuch, ValueLimit
 from trimtab.spec.plan import (
     Candidate,
     Comparison,
@@ -79,6 +80,7 @@ __all__ = [
     "IncidentKind",
     "JobProgress",
     "JobView",
+    "LargestValue",
     "Launch",
     "LaunchKind",
     "Link",
@@ -118,6 +120,10 @@ __all__ = [
     "SuggestedChange",
     "Summary",
     "Trace",
+    "TriedChange",
+    "TriedValue",
+    "TwiceAsMuch",
+    "ValueLimit",
     "Vendor",
     "Verdict",
     "Versions",

@@ -144,6 +144,14 @@ RecomputeName = Annotated[
 Compile = Annotated[bool, option("Run the model through torch.compile.")]
 OptimizerName = Annotated[str, option("Implementation of the optimizer: fused, foreach or plain.")]
 AllocatorName = Annotated[str, option("Mode of PyTorch's CUDA allocator: default or expandable.")]
+StrategyName = Annotated[
+    str,
+    option("How the work is spread over GPUs: single, ddp, fsdp, hsdp, branch, hybrid or pipeline."),
+]
+GpuCount = Annotated[int | None, option("Number of GPUs; default: all that `on` names.", None)]
+SyncBatchnorm = Annotated[
+    bool, option("Compute BatchNorm statistics over a micro-batch of all GPUs together.")
+]
 RunFolder = Annotated[
     PathText | None,
     option("Folder of the run; an existing run is resumed. Default: runs/JOB.", metavar="DIR", parse=Path),
@@ -293,19 +301,45 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     precision: PrecisionName = "bf16"
     recompute: RecomputeName = "none"
     compile: Compile = False
-    strategy: Annotated[
-        str,
-        option("How the work is spread over GPUs: single, ddp, fsdp, hsdp, branch, hybrid or pipeline."),
-    ] = "single"
-    gpus: Annotated[int | None, option("Number of GPUs; default: all that `on` names.", None)] = None
+    strategy: StrategyName = "single"
+    gpus: GpuCount = None
     optimizer: OptimizerName = "fused"
     allocator: AllocatorName = "default"
-    sync_batchnorm: Annotated[
-        bool, option("Compute BatchNorm statistics over a micro-batch of all GPUs together.")
-    ] = False
+    sync_batchnorm: SyncBatchnorm = False
     clip: Clip = None
     options: JobOptions = None
     cache: Cache = True
+
+
+class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
+    """Arguments of `trimtab max`: what to make as large as memory allows, and the rest of the setting."""
+
+    of: Annotated[
+        str,
+        option(
+            "What to make as large as possible: micro_batch, or a whole-number option of the job, such as "
+            "seq, layers or lora (the rank).",
+            metavar="NAME",
+        ),
+    ] = "micro_batch"
+    step: Annotated[
+        int | None,
+        option("Try only multiples of this number; default: 64 for a sequence length, else 1."),
+    ] = None
+    network: Network = None
+    micro_batch: Annotated[int | None, option("Samples per forward pass on one rank; default 1.")] = None
+    precision: PrecisionName = "bf16"
+    recompute: RecomputeName = "none"
+    compile: Compile = False
+    strategy: StrategyName = "single"
+    gpus: GpuCount = None
+    optimizer: OptimizerName = "fused"
+    allocator: AllocatorName = "default"
+    sync_batchnorm: SyncBatchnorm = False
+    clip: Clip = None
+    options: JobOptions = None
+    cache: Cache = True
+    say: Say = ignore_message
 
 
 class ProfileRequest(CommandRequest, frozen=True, kw_only=True):

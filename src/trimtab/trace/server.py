@@ -31,6 +31,7 @@ import msgspec
 from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.errors import JobFailed, TrimtabError, error_from_dict
 from trimtab.jobs.job import Job
+from trimtab.jobs.registry import comes_with_trimtab
 from trimtab.trace.child_process import (
     end_with_parent,
     memory_limit_bytes,
@@ -219,7 +220,9 @@ class WorkerProcess:
         self._errors: IO[bytes] | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._job = ""
-        """The job that the process has loaded."""
+        """The job that the process has loaded, as JSON."""
+        self._without_options = ""
+        """The same without the options of the job."""
         self._pending: deque[TraceRequests] = deque()
         """Requests without an answer so far, in the order in which they were sent."""
         self._prefetched: dict[tuple[float | None, Setting], Answer] = {}
@@ -290,12 +293,23 @@ class WorkerProcess:
             self._scratch.cleanup()
 
     def _ensure_process(self, requests: TraceRequests) -> None:
-        """Start a process unless there is one for this job."""
-        job = requests.replace(settings=(), clip=None, timeout_s=1.0).to_json()
-        if self._process is None or self._process.poll() is not None or job != self._job:
+        """Start a process unless there is one for this job.
+
+        A process that has a job of trimtab can load it with other options. A user's file may not bear being
+        run twice, so it gets a new process.
+        """
+        bare = requests.replace(settings=(), clip=None, timeout_s=1.0)
+        job, without_options = bare.to_json(), bare.replace(overrides={}).to_json()
+        is_running = self._process is not None and self._process.poll() is None
+        if is_running and job == self._job:
+            return
+        can_reload = comes_with_trimtab(requests.job) and not self._pending
+        if is_running and can_reload and without_options == self._without_options:
+            self._prefetched.clear()
+        else:
             self.close()
             self._start()
-            self._job = job
+        self._job, self._without_options = job, without_options
 
     def _send(self, requests: TraceRequests) -> None:
         self._ensure_process(requests)

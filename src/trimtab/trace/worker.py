@@ -79,6 +79,12 @@ def prepare_job(requests: TraceRequests) -> Any:
     return job
 
 
+def reload_job(requests: TraceRequests) -> Any:
+    """Load the job with other options, in a process that has it already."""
+    seed_random_numbers()
+    return load_job(requests.job, requests.overrides)
+
+
 def trace_job(  # noqa: PLR0913 - a request, and how to trace it
     job: Any,
     request: TraceRequest,
@@ -551,10 +557,15 @@ def _serve_requests() -> None:
     end_with_parent()
     warnings.simplefilter("ignore")
     stdout, job, checks = redirect_stdout(), None, JobChecks()
+    loaded: dict[str, Any] = {}
     for line in sys.stdin.buffer:
         requests = TraceRequests.from_json(line)
         try:
+            if job is not None and requests.overrides != loaded:
+                # With other options it may be another model: nothing that was learned of it holds.
+                job, checks = reload_job(requests), JobChecks()
             job = prepare_job(requests) if job is None else job
+            loaded = requests.overrides
             answers = _answer_requests(job, requests, checks)
         except TrimtabError as error:
             answers = encode_error(_check_load_failure(error, requests))
