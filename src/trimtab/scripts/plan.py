@@ -25,7 +25,7 @@ from trimtab.scripts.plan_reasons import (
     make_nothing_fits,
     write_recommendation,
 )
-from trimtab.scripts.script_search import Attempt, ScriptSearch
+from trimtab.scripts.script_search import ScriptAttempt, ScriptSearch
 from trimtab.spec import EstimatedSetting, Mesh, Plan, ScriptPlan, Setting, Strategy
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _run_first(search: ScriptSearch, global_batch: int | None) -> list[str]:
         knobs = knobs.replace(world_size=seen.data_parallel, knobs=others)
     search.knobs = knobs
     search.attempts.append(
-        Attempt(setting=now, command=written, changes=changes, limit_bytes=search.limit_bytes, run=run)
+        ScriptAttempt(setting=now, command=written, changes=changes, limit_bytes=search.limit_bytes, run=run)
     )
     search.now = now if global_batch is None else _change_batch(now, global_batch, knobs)
     return notes

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trimtab.planner.estimator_interface import Layout
-    from trimtab.scripts.script_search import Attempt, ScriptSearch
+    from trimtab.scripts.script_search import ScriptAttempt, ScriptSearch
     from trimtab.spec import Cluster, Setting
 
 MOST_RUNNERS_UP = 5
@@ -27,7 +27,7 @@ FIELDS: dict[str, Callable[[Setting], Any]] = {
 }
 
 
-def list_reasons(search: ScriptSearch, best: Attempt, cluster: Cluster) -> tuple[Reason, ...]:
+def list_reasons(search: ScriptSearch, best: ScriptAttempt, cluster: Cluster) -> tuple[Reason, ...]:
     """Return each choice of the plan with its reason."""
     setting = best.setting
     reasons = [
@@ -46,7 +46,7 @@ def _explain_gpus(search: ScriptSearch, setting: Setting) -> str:
     return f"the command starts {search.command.world_size} processes"
 
 
-def _explain_micro_batch(search: ScriptSearch, best: Attempt) -> str:
+def _explain_micro_batch(search: ScriptSearch, best: ScriptAttempt) -> str:
     setting = best.setting
     if "micro_batch" in search.policy.pins:
         return "pinned"
@@ -81,7 +81,7 @@ def _explain_micro_batch(search: ScriptSearch, best: Attempt) -> str:
     return "; ".join(texts) or "the only one that was tried"
 
 
-def _explain_next(search: ScriptSearch, best: Attempt) -> list[str]:
+def _explain_next(search: ScriptSearch, best: ScriptAttempt) -> list[str]:
     """Say what the next larger micro-batch should need, if it was not run."""
     micro = min(micro for micro in search.splits if micro > best.setting.micro_batch)
     need = search.predict_need(best, micro)
@@ -90,7 +90,7 @@ def _explain_next(search: ScriptSearch, best: Attempt) -> list[str]:
     return [f"{micro} should need {format_bytes(need)} of {format_bytes(best.limit_bytes)}"]
 
 
-def _differs_only_in_batch(attempt: Attempt, best: Attempt) -> bool:
+def _differs_only_in_batch(attempt: ScriptAttempt, best: ScriptAttempt) -> bool:
     return (
         attempt is not best
         and attempt.values == best.values
@@ -98,11 +98,11 @@ def _differs_only_in_batch(attempt: Attempt, best: Attempt) -> bool:
     )
 
 
-def _format_need(attempt: Attempt) -> str:
+def _format_need(attempt: ScriptAttempt) -> str:
     return f"{format_bytes(attempt.need_bytes)} of {format_bytes(attempt.limit_bytes)}"
 
 
-def _compare(attempt: Attempt, best: Attempt) -> str:
+def _compare(attempt: ScriptAttempt, best: ScriptAttempt) -> str:
     """Return how long another attempt takes for the samples of a step of the choice."""
     if attempt.sample_s is None or best.sample_s is None:
         return "fits too"
@@ -119,11 +119,11 @@ def _explain_accumulation(search: ScriptSearch, setting: Setting) -> str:
     return f"{product} is a global batch of {setting.global_batch}, instead of {before}"
 
 
-def _explain_word(search: ScriptSearch, best: Attempt, name: str) -> str:
+def _explain_word(search: ScriptSearch, best: ScriptAttempt, name: str) -> str:
     if name in search.policy.pins:
         return "pinned"
     get = FIELDS[name]
-    others: dict[str, list[Attempt]] = {}
+    others: dict[str, list[ScriptAttempt]] = {}
     for attempt in search.attempts:
         if get(attempt.setting) != get(best.setting):
             others.setdefault(str(get(attempt.setting)), []).append(attempt)
@@ -140,7 +140,7 @@ def _explain_word(search: ScriptSearch, best: Attempt, name: str) -> str:
     return skipped[0] if skipped else f"as in the command; {names} sets it"
 
 
-def _describe_others(value: str, attempts: list[Attempt], best: Attempt) -> str:
+def _describe_others(value: str, attempts: list[ScriptAttempt], best: ScriptAttempt) -> str:
     fitting = [attempt for attempt in attempts if attempt.fits]
     if fitting:
         return f"{value} {_compare(min(fitting, key=lambda attempt: attempt.order), best)}"
@@ -151,7 +151,7 @@ def _describe_others(value: str, attempts: list[Attempt], best: Attempt) -> str:
     return f"{value} fails: {error.found}"
 
 
-def list_runners_up(search: ScriptSearch, best: Attempt) -> tuple[Candidate, ...]:
+def list_runners_up(search: ScriptSearch, best: ScriptAttempt) -> tuple[Candidate, ...]:
     """Return the other commands that fit, the fastest first; the command as given is always one of them."""
     others = sorted(
         (attempt for attempt in search.attempts if attempt.fits and attempt is not best),
@@ -202,7 +202,7 @@ def list_left_out(search: ScriptSearch) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def write_recommendation(search: ScriptSearch, best: Attempt) -> str:
+def write_recommendation(search: ScriptSearch, best: ScriptAttempt) -> str:
     """Return the result in one sentence."""
     first = search.attempts[0]
     memory = f"{format_bytes(best.need_bytes)} of {format_bytes(best.limit_bytes)} that may be used"

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class ScriptAttempt:
     """A setting that was run, or the reason why it could not be."""
 
     setting: Setting
@@ -110,14 +110,14 @@ class ScriptSearch:
     run_script: RunScript
     say: Callable[[str], None] = lambda _: None
     say_best: Callable[[str], None] = lambda _: None
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[ScriptAttempt] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Why something was not tried."""
     complete: bool = True
     splits: tuple[int, ...] = ()
     """Micro-batches to choose from, ascending."""
 
-    def find_best(self) -> Attempt | None:
+    def find_best(self) -> ScriptAttempt | None:
         """Return the fastest setting that fits; None if none does. Ctrl-C ends it with the best so far."""
         self.splits = list_micro_batches(self.knobs, self.now, self.policy)
         try:
@@ -129,7 +129,7 @@ class ScriptSearch:
         return self.best
 
     @property
-    def best(self) -> Attempt | None:
+    def best(self) -> ScriptAttempt | None:
         """The fastest attempt that fits."""
         return min(
             (attempt for attempt in self.attempts if attempt.fits), key=lambda item: item.order, default=None
@@ -244,7 +244,7 @@ class ScriptSearch:
         same_side = [micro for micro in others if (micro > start) == fits] or others
         return min(same_side, key=lambda micro: abs(micro - aim))
 
-    def _alike(self, base: Setting, values: Values) -> list[Attempt]:
+    def _alike(self, base: Setting, values: Values) -> list[ScriptAttempt]:
         """Return the attempts that differ from a setting in the batch only."""
         return [
             attempt
@@ -275,7 +275,7 @@ class ScriptSearch:
         least = min(seconds for seconds in times.values() if seconds is not None)
         return next(micro for micro in fitting if (times[micro] or 0) <= least * (1 + TIE))
 
-    def _predict_sample_s(self, like: Attempt, micro: int) -> float | None:
+    def _predict_sample_s(self, like: ScriptAttempt, micro: int) -> float | None:
         """Return the seconds per sample at a micro-batch, by the line in its inverse through two runs."""
         points = {
             attempt.setting.micro_batch: attempt.sample_s
@@ -290,7 +290,7 @@ class ScriptSearch:
         slope = (points[second] - points[first]) / (1 / second - 1 / first)
         return max(0.0, points[first] + slope * (1 / micro - 1 / first))
 
-    def predict_need(self, like: Attempt, micro: int) -> int | None:
+    def predict_need(self, like: ScriptAttempt, micro: int) -> int | None:
         """Return the bytes that a micro-batch should need, by the line through other runs."""
         plain = like.setting.replace(compile=self.now.compile)
         needs = {
@@ -311,7 +311,7 @@ class ScriptSearch:
             global_batch=micro * self.now.accumulation * base.data_parallel,
         )
 
-    def attempt(self, setting: Setting, values: Values) -> Attempt:
+    def attempt(self, setting: Setting, values: Values) -> ScriptAttempt:
         """Run a setting, or return what is known of it."""
         for known in self.attempts:
             if known.setting == setting and known.values == values:
@@ -322,7 +322,7 @@ class ScriptSearch:
             self.say_best(describe_attempt(made))
         return made
 
-    def _make_attempt(self, setting: Setting, values: Values) -> Attempt:
+    def _make_attempt(self, setting: Setting, values: Values) -> ScriptAttempt:
         command = self.command
         changes: tuple[str, ...] = ()
         outcome: dict[str, Any] = {}
@@ -341,7 +341,7 @@ class ScriptSearch:
             outcome["run"] = self.run_script(command, self.cluster)
         except TrimtabError as error:
             outcome["error"] = error
-        return Attempt(
+        return ScriptAttempt(
             setting=setting,
             values=values,
             command=command,
@@ -351,7 +351,7 @@ class ScriptSearch:
         )
 
 
-def describe_attempt(attempt: Attempt) -> str:
+def describe_attempt(attempt: ScriptAttempt) -> str:
     """Return an attempt in a few words."""
     speed = "" if not attempt.sample_s else f", {1 / attempt.sample_s:.3g} samples/s"
     changes = ", ".join(attempt.changes) or "the command as it is"
