@@ -62,6 +62,7 @@ def test_fully_shard_moves_a_model_from_the_cpu() -> None:
 SAVES = """
 import io, os, shutil
 import torch
+from safetensors.torch import load_file, save_file
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 for step in range(4):
@@ -77,6 +78,9 @@ for step in range(4):
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     model.load_state_dict(torch.load("whole.pt", weights_only=False).state_dict())
+    save_file(model.state_dict(), "model.safetensors", metadata={"format": "pt"})
+    assert os.path.getsize("model.safetensors") > 4 * 72
+    model.load_state_dict(load_file("model.safetensors", device="cuda"))
     buffer = io.BytesIO()
     torch.save(torch.arange(3), buffer)
     buffer.seek(0)

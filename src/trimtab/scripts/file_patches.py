@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import zipfile
 from typing import Any
@@ -48,7 +49,7 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
     put(torch, "load", load)
     for module in IDENTIFYING_MODULES:
         MODULE_PATCHES[module] = _patch_storage_ids
-    _patch_safetensors(fake_mode)
+    _patch_safetensors(observer, fake_mode)
 
 
 def _drop_memory(fake_mode: Any, leaf: Any) -> Any:
@@ -59,8 +60,8 @@ def _drop_memory(fake_mode: Any, leaf: Any) -> Any:
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
 
 
-def _patch_safetensors(fake_mode: Any) -> None:
-    """Return tensors of safetensors files without their data."""
+def _patch_safetensors(observer: Observer, fake_mode: Any) -> None:
+    """Return tensors of safetensors files without their data, and write such files."""
     try:
         import safetensors
         import safetensors.torch
@@ -71,6 +72,33 @@ def _patch_safetensors(fake_mode: Any) -> None:
     _patch_storage_ids(safetensors.torch)
     for place in (safetensors, safetensors.torch):
         put(place, "safe_open", WeightFile)
+    names = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+
+    def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+        if observer.windows:
+            observer.open_window(SAVE)
+        write_hollow_weights(tensors, filename, metadata, names)
+        observer.check_time()
+
+    put(safetensors.torch, "save_file", save_file)
+
+
+def write_hollow_weights(tensors: Any, filename: Any, metadata: Any, names: dict[Any, str]) -> None:
+    """Write a safetensors file with the names and shapes of tensors, and a hole where their data would be."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(header).encode()
+    with open(filename, "wb") as file:  # noqa: PTH123 - the script's own kind of name
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
 
 
 IDENTIFYING_MODULES = ("transformers.pytorch_utils", "accelerate.utils.modeling", "safetensors.torch")
