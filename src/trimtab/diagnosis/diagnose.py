@@ -175,16 +175,21 @@ class LogReader:
         ]
         self.read.append(name)
 
-    def _compare_run(self, folder: Path, lines: Iterable[StepLine], plan: Plan | None) -> None:
-        """Compare the step time of a run with its plan."""
+    def _compare_run(
+        self, folder: Path, lines: Iterable[StepLine], plan: Plan | None, *, stated: bool
+    ) -> None:
+        """Compare the step time of a run with its plan, or with the one that the user stated."""
         from trimtab.diagnosis.step_times import compare_step, measure_run
 
         measured = measure_run(list(lines), str(folder / LOG_FILE))
         if measured is None or plan is None:
             return
+        self.is_compared = True
+        if plan.estimate.step_s is None and not stated:
+            # A plan for a CPU has no times.
+            return
         found, note = compare_step(measured, plan)
         self.sightings += found
-        self.is_compared = True
         self.notes += [f"{folder}: {note}."] if note else []
 
     def compare_logs(self, plan: Plan, name: str) -> None:
@@ -215,7 +220,7 @@ class LogReader:
             where = world or this_machine()
             follower = RunFollower(folder)
             run = follower.look(time.time(), where, ())
-            self._compare_run(folder, follower.lines, plan or follower.plan)
+            self._compare_run(folder, follower.lines, plan or follower.plan, stated=plan is not None)
             pid, host = read_lock_holder(folder)
             seen = bool(pid) and host == where.host("name")
             alive = seen and where.host(f"process:{pid}") is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.diagnosis.findings import FEWEST, late_median
 from trimtab.diagnosis.log_scanner import Sighting
-from trimtab.units import format_duration
+from trimtab.units import format_duration, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,7 +127,9 @@ class _Judgement:
 def measure_run(lines: Sequence[StepLine], file: str) -> MeasuredSteps | None:
     """Return the measured step of a run folder from its last steps; None if there are too few."""
     plain = [
-        line for line in lines if line.attempts == 1 and not line.skipped and line.validation_loss is None
+        line
+        for line in lines
+        if line.attempts == 1 and not line.skipped and line.validation_loss is None and line.metrics is None
     ]
     times = [line.time_s for line in plain]
     step_s = late_median(times)
@@ -143,7 +145,7 @@ def measure_run(lines: Sequence[StepLine], file: str) -> MeasuredSteps | None:
         step_s=step_s,
         how=f"median of steps {later[0].step} to {later[-1].step}",
         file=file,
-        line=max(1, len(lines)),
+        line=max(1, later[-1].step),
         data_wait_s=statistics.median(waits) if waits else None,
         clock_share=statistics.median(shares) if shares else None,
         throttles=tuple(sorted(set.intersection(*slowed))) if slowed else (),
@@ -356,7 +358,7 @@ def _check_loader(
             kind=LOADER,
             seconds=min(waited, gap_s),
             text=f"The host waited {format_duration(measured.data_wait_s)} a step for data "
-            f"({workers} loader workers in the plan).",
+            f"({plural(workers, 'loader worker')} in the plan).",
         )
     )
 

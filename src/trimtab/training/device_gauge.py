@@ -34,7 +34,7 @@ class DeviceGauge:
         self._read_at: float | None = None
         self._last: dict[str, Any] = {}
 
-    def read(self) -> dict[str, Any]:
+    def read_fields(self) -> dict[str, Any]:
         """Return fields of a StepLine, at most INTERVAL_S old; empty if there is no such GPU."""
         if self._uuid is None:
             return {}

@@ -603,7 +603,7 @@ class TrainingLoop:
         """Return the clock and throttle reasons of this process's GPU, at most some seconds old."""
         if self._gauge is None:
             self._gauge = DeviceGauge(find_uuid(self.run.device))
-        return self._gauge.read()
+        return self._gauge.read_fields()
 
     def _measure_memory(self) -> dict[str, int]:
         """Return the peak memory of this process; measured rarely, as it takes nearly a millisecond."""
