@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.engine.additive_loss import find_batch_norms
+from trimtab.engine.optimizer import ONLY
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import synthetic
 from trimtab.jobs.job import Job
@@ -310,13 +311,13 @@ class TrainingLoop:
 
     def _checkpoint_objects(self) -> dict[str, Any]:
         run = self.run
-        objects = {
+        return {
             "model": run.model,
-            "optimizer": run.optimizer,
+            **{label_part("optimizer", name): optimizer for name, optimizer in run.optimizers.items()},
             "loader": self.loader,
             "run": StatefulAdapter(run.state, run.load_state),
+            **{label_part("schedule", name): schedule for name, schedule in run.schedules.items()},
         }
-        return objects | ({} if run.schedule is None else {"schedule": run.schedule})
 
     def _resume(self, *, before: int | None = None) -> int | None:
         """Load the newest complete checkpoint before a step, or of all; return its step, or None."""
@@ -593,6 +594,7 @@ class TrainingLoop:
             skipped=outcome.skipped or None,
             validation_loss=None if metrics is None else metrics.get(LOSS),
             metrics=_select_metrics(metrics),
+            losses={name: loss for name, loss in outcome.losses.items() if isfinite(loss)} or None,
             indices=indices,
         )
         self._waited_s = self.loader.waited_s
@@ -639,6 +641,15 @@ def _select_metrics(metrics: dict[str, float] | None) -> dict[str, float] | None
     """Return the metrics besides the loss; None if there are none."""
     others = {name: value for name, value in (metrics or {}).items() if name != LOSS}
     return others or None
+
+
+def label_part(kind: str, name: str) -> str:
+    """Return the label of an optimizer or schedule in a checkpoint.
+
+    >>> label_part("schedule", "optimizer"), label_part("optimizer", "muon")
+    ('schedule', 'optimizer-muon')
+    """
+    return kind if name == ONLY else f"{kind}-{name}"
 
 
 def learning_rate(optimizer: Any) -> float | None:
