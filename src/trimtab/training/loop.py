@@ -33,6 +33,7 @@ from trimtab.strategies import strategy_of
 from trimtab.training.bad_steps import BadStepHandler, BadStepPolicy
 from trimtab.training.checkpoint_format import take_snapshot
 from trimtab.training.checkpoints import CheckpointManager
+from trimtab.training.device_gauge import DeviceGauge, count_compiled_graphs, find_uuid
 from trimtab.training.evaluation import LOSS, build_validation_set, evaluate_run
 from trimtab.training.events import EventLog
 from trimtab.training.fault_injection import FaultInjector, tear_checkpoint
@@ -156,6 +157,7 @@ class TrainingLoop:
         """The window that is being computed."""
         self._measured_s = 0.0
         self._peaks: dict[str, int] = {}
+        self._gauge: DeviceGauge | None = None
         self.job = load_job(task.job, task.options)
         check_trainable(self.job, task.job)
         with self._job_errors("dataset()"):
@@ -582,6 +584,8 @@ class TrainingLoop:
             allocated_bytes=memory.get("peak_allocated_bytes"),
             reserved_bytes=memory.get("peak_reserved_bytes"),
             data_wait_s=self.loader.waited_s - self._waited_s,
+            **self._read_gauge(),
+            compiled_graphs=count_compiled_graphs(),
             grad_norm=outcome.grad_norm if isfinite(outcome.grad_norm) else None,
             lr=rate,
             micro_batch=outcome.micro_batch,
@@ -596,6 +600,12 @@ class TrainingLoop:
         self._waited_s = self.loader.waited_s
         self.events.folder.log_step(line.to_log())
         self.events.step_log.show_step(line)
+
+    def _read_gauge(self) -> dict[str, Any]:
+        """Return the clock and throttle reasons of this process's GPU, at most some seconds old."""
+        if self._gauge is None:
+            self._gauge = DeviceGauge(find_uuid(self.run.device))
+        return self._gauge.read_fields()
 
     def _measure_memory(self) -> dict[str, int]:
         """Return the peak memory of this process; measured rarely, as it takes nearly a millisecond."""

@@ -46,6 +46,17 @@ class StepLine(Noun, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     data_wait_s: float | None = None
+    """Seconds that rank 0 waited for its loader."""
+    clock_hz: float | None = None
+    """Clock of rank 0's GPU, read every few seconds; None without a driver that tells."""
+    top_clock_hz: float | None = None
+    """Its highest clock."""
+    gpu_busy: float | None = None
+    """Share of the time in which it ran a kernel, from 0 to 1, as the driver counts it."""
+    throttles: tuple[str, ...] = ()
+    """Why its clock is reduced, in the driver's words."""
+    compiled_graphs: int | None = None
+    """Graphs that torch.compile has compiled so far; None if nothing was compiled."""
     grad_norm: float | None = None
     lr: float | None = None
     micro_batch: int | None = None
