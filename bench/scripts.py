@@ -320,17 +320,6 @@ def _framework_cases() -> list[ScriptCase]:
             packages=DATASETS,
         ),
         ScriptCase(
-            "transformers-image",
-            "transformers",
-            f"{root}/image-pretraining",
-            "python run_mae.py --train_dir images/train --output_dir out --do_train --remove_unused_columns"
-            " False --label_names pixel_values --per_device_train_batch_size 32 --mask_ratio 0.75"
-            " --fp16 --gradient_accumulation_steps 2",
-            (data.write_images,),
-            copy=f"{root}/image-pretraining",
-            packages=DATASETS,
-        ),
-        ScriptCase(
             "trl-sft-lora",
             "trl",
             ".",

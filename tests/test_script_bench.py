@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_errors_are_compared_by_case(tmp_path: Path, capsys: pytest.CaptureFixtu
     measured = {"id": first, "allocated_bytes": 2**30, "reserved_bytes": 2**30, "step_s": 0.1}
     predicted = {"id": first, "allocated_bytes": 2**30 * 1.02, "reserved_bytes": 2**30, "step_s": 0.09}
     files = tmp_path / "measured", tmp_path / "predicted"
-    rows = ([measured, {"id": second, "failed": "no GPU"}], [predicted, {**predicted, "id": second}])
+    rows: Any = ([measured, {"id": second, "failed": "no GPU"}], [predicted, {**predicted, "id": second}])
     for file, lines in zip(files, rows, strict=True):
         file.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     bench.compare(*files, "*")
