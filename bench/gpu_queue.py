@@ -67,7 +67,8 @@ class QueuedCase:
     """Under hsdp, how many copies of the shards there are."""
     sync_batchnorm: bool = False
     kind: str = "step"
-    """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs."""
+    """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
+    framework: a training with another framework and our callback, where `job` names the framework."""
 
     @property
     def job_name(self) -> str:
@@ -326,12 +327,21 @@ def _attention() -> list[QueuedCase]:
     ]
 
 
+def _frameworks() -> list[QueuedCase]:
+    """Other frameworks with our callback; `oom` limits the memory, so that the run has to recover."""
+    return [
+        QueuedCase(f"framework-{name}-b{micro}{'-oom' * bool(oom)}", name, micro, oom, kind="framework")
+        for name in ("transformers", "lightning", "accelerate")
+        for micro, oom in ((8, {}), (16, {"oom": 8}))
+    ]
+
+
 def queue() -> list[QueuedCase]:
     """Every case, most informative first."""
     zoo = _zoo()
     eager, compiled = ([case for case in zoo if case.compile is wanted] for wanted in (False, True))
     caps = [QueuedCase(f"cap-{name}", name, kind="cap") for name in CAPS]
-    return [*_ranks(), *_scaled(), *eager[:30], *_attention(), *compiled, *caps, *eager[30:]]
+    return [*_frameworks(), *_ranks(), *_scaled(), *eager[:30], *_attention(), *compiled, *caps, *eager[30:]]
 
 
 def case_named(name: str) -> QueuedCase:
@@ -437,6 +447,11 @@ def answer(name: str) -> None:
         predicted = least_cap.predict_least_cap(least_cap.case_named(case.job))
         found = least_cap.measure_least_cap(case.job, predicted)
         del found["case"]
+    elif case.kind == "framework":
+        from bench import framework_cases
+
+        with tempfile.TemporaryDirectory() as folder, exclusive():
+            found = framework_cases.measure(case.job, case.micro_batch, Path(folder), **case.options)
     else:
         found = measure(name)
     found |= {
@@ -521,6 +536,9 @@ def compare(out: Path, only: str, predictions: Path) -> None:
             continue
         if line["case"]["kind"] == "cap":
             found = {"least_bytes": line["error"]}
+        elif line["case"]["kind"] == "framework":
+            # A run that had to recover has smaller micro-batches than were predicted.
+            found = {} if line["case"]["options"] else line["error"]
         else:
             try:
                 if made.get(line["id"], {}).get("failed"):

@@ -44,7 +44,7 @@ import os
 batch_size = 12 # if gradient_accumulation_steps > 1, this is the micro-batch size
 gradient_accumulation_steps = 5 * 8 # used to simulate larger batch sizes
 block_size = 1024
-dtype = 'bfloat16'
+dtype = 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
 compile = True # use PyTorch 2.0 to compile the model to be faster
 exec(open('configurator.py').read())
 gradient_accumulation_steps //= ddp_world_size

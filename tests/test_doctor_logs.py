@@ -25,6 +25,7 @@ from trimtab.diagnosis.fault_kinds import (
 )
 from trimtab.diagnosis.findings import BEFORE
 from trimtab.diagnosis.log_scanner import SMALL_BYTES, LogScanner, NeedleSieve
+from trimtab.diagnosis.step_times import BUCKET_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "logs"
 EXPECTED: dict[str, list[str]] = tomllib.loads((FOLDER / "expected.toml").read_text(encoding="utf-8"))["logs"]
 FILES = [name for name in EXPECTED if (FOLDER / name).is_file()]
-MADE = {"idle-memory", "run-gone", "run-under-way", "run-stalled"}
-"""Kinds that a pickle tells, or the processes of this machine: test_doctor.py and test_doctor_runs.py."""
+MADE = {"idle-memory", "run-gone", "run-under-way", "run-stalled", "step-as-predicted", *BUCKET_KINDS}
+"""Kinds that a pickle, the processes of this machine or a plan tell: test_doctor.py, test_doctor_runs.py and
+test_step_times.py."""
 
 
 def found(*names: str | Path) -> list[str | None]:

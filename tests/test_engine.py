@@ -197,7 +197,7 @@ def test_a_step_is_the_same_over_one_micro_batch_or_several(job: str) -> None:
             micro_batch=8 // count, global_batch=8, accumulation=count, precision=Precision.FP32
         )
         state = prepare_job(mine, setting, "cpu")
-        assert isinstance(state.gradients, LocalGradients)
+        assert isinstance(state.phases[0].gradients, LocalGradients)
         run_step(state, batch.chunk(count), clip=1.0)
         ends.append(torch.cat([parameter.detach().flatten() for parameter in state.parameters]))
     assert torch.allclose(ends[0], ends[1], atol=1e-6)

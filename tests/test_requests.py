@@ -139,7 +139,7 @@ def test_a_wrong_argument_gets_a_suggestion_on_both_faces(name: str, given: str,
 
 def test_a_missing_argument_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="job"):
-        trimtab.plan()  # type: ignore[call-arg]
+        trimtab.plan()
 
 
 make_request = cli_options.make_request

@@ -39,12 +39,12 @@ FOUND = [
     ("imagenet", "python train.py -b64", (64, 1), (None, None, None)),
     ("imagenet", "torchrun --nproc-per-node 4 train.py --batch-size=64", (16, 1), (None, None, None)),
     ("words", "python train.py --batch_size 40 --eval_batch_size 7", (40, 1), (None, None, None)),
-    ("nano", "python train.py", (12, 40), ("bf16", None, "true")),
+    ("nano", "python train.py", (12, 40), (None, None, "true")),
     (
         "nano",
         "torchrun --nproc_per_node=8 train.py --batch_size=4 --compile=False",
         (4, 5),
-        ("bf16", None, "false"),
+        (None, None, "false"),
     ),
     ("nano", "python train.py config/small.py --dtype=float16", (12, 40), ("fp16", None, "true")),
     ("trainer", "python train.py --bf16", (8, 1), ("bf16", "none", "false")),
@@ -138,7 +138,7 @@ WRITTEN = [
         "nano",
         "torchrun --nproc_per_node=8 train.py",
         setting(12, 10, 4, precision=Precision.BF16, compile=True),
-        "torchrun --nproc_per_node=4 train.py",
+        "torchrun --nproc_per_node=4 train.py --dtype=bfloat16",
     ),
     (
         "trainer",

@@ -115,6 +115,9 @@ results["mode"] = oct(os.stat("run.sh").st_mode)
 os.truncate("run.sh", 2)
 os.utime("run.sh", (1, 1))
 results["utime"] = [os.path.getsize("run.sh"), os.path.getmtime("run.sh")]
+import concurrent.futures
+with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    pool.submit(Path("thread.txt").write_text, "x").result()
 handler = logging.FileHandler("train.log")
 handler.emit(logging.makeLogRecord({"msg": "hello"}))
 with open("table.csv", "w", newline="") as table:
@@ -135,6 +138,8 @@ results["folder"] = [os.getcwd(), os.path.abspath("inside.txt"), os.listdir(".")
 os.chdir("../..")
 results["sizes"] = {name: os.path.getsize(name) for name in ("train.log", "table.csv", "runs.sqlite")}
 results["name"] = open("table.csv").name
+open("closed.txt", "w").write("x")
+results["closed"] = Path("closed.txt").read_text()
 os.remove("table.csv")
 errors = {}
 for name, call in {
@@ -174,6 +179,7 @@ results["errors"] = errors
     assert found["sizes"]["train.log"] == 6
     assert found["sizes"]["runs.sqlite"] > 1000
     assert found["name"] == "table.csv"
+    assert found["closed"] == "x"
     assert found["errors"] == {
         "missing": [errno.ENOENT, "nowhere/x"],
         "exists": [errno.EEXIST, "log.txt"],
@@ -188,6 +194,8 @@ results["errors"] = errors
     number = int(writes["train.log"]["where"].removeprefix("train.py:"))
     assert "FileHandler" in lines[number - 1]
     assert writes["train.log"]["bytes"] == 6
+    number = int(writes["thread.txt"]["where"].removeprefix("train.py:"))
+    assert "thread.txt" in lines[number - 1]
     assert (writes["table.csv"]["is_removed"], writes["table.csv"]["bytes"]) == (True, 5)
 
 
@@ -212,6 +220,10 @@ client = socket.create_connection(server.getsockname())
 client.sendall(b"local")
 results["local"] = server.accept()[0].recv(5).decode()
 results["wandb"] = os.environ["WANDB_MODE"]
+import subprocess
+program = "import urllib.request; urllib.request.urlopen('https://example.org')"
+done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
+results["child"] = done.stderr
 """
     found = run_script(user, body)
     assert len(found["texts"]) == 5
@@ -221,6 +233,8 @@ results["wandb"] = os.environ["WANDB_MODE"]
     assert {attempt["address"] for attempt in attempts} == {"example.org", "192.0.2.1:443", "192.0.2.1:53"}
     assert all(attempt["where"].startswith("train.py:") for attempt in attempts)
     assert found["wandb"] == "disabled"
+    # A program that the script starts is sent to a proxy that does not answer.
+    assert "Connection refused" in found["child"]
 
 
 @needs_landlock
@@ -232,10 +246,13 @@ target = str(Path("native.bin").absolute()).encode()
 results["open"] = [library.open(target, os.O_CREAT | os.O_WRONLY, 0o644), ctypes.get_errno()]
 results["change"] = [library.open(target[:-10] + b"log.txt", os.O_WRONLY), ctypes.get_errno()]
 results["unlink"] = [library.unlink(target[:-10] + b"log.txt"), ctypes.get_errno()]
+Path("made.txt").write_text("made")
 def run(*words, **options):
     return subprocess.run(words, capture_output=True, text=True, **options)
 results["child"] = run("sh", "-c", "echo x > child.txt; rm -rf data; mv log.txt other.txt").stderr
-results["python"] = run(sys.executable, "-c", "open('inner.txt', 'w')").stderr
+results["inner"] = run(sys.executable, "-c", "open('inner.txt', 'w').write(open('made.txt').read())").stderr
+results["inner"] += Path("inner.txt").read_text()
+results["isolated"] = run(sys.executable, "-I", "-c", "open('isolated.txt', 'w')").stderr
 results["scratch"] = run("sh", "-c", "echo x > $TMPDIR/child.txt; cat $TMPDIR/child.txt").stdout
 results["device"] = run("sh", "-c", "echo x > /dev/null").returncode
 Path("made").mkdir()
@@ -246,7 +263,9 @@ results["cwd"] = run("pwd", cwd="made").returncode
     for name in ("open", "change", "unlink"):
         assert found[name] == [-1, errno.EACCES]
     assert found["child"].lower().count("permission denied") >= 3
-    assert "Permission" in found["python"]
+    # A Python that the script starts sees the same files; one that is isolated is only kept from writing.
+    assert found["inner"] == "made"
+    assert "Permission" in found["isolated"]
     assert (found["scratch"], found["device"], found["cwd"]) == ("x\n", 0, 0)
 
 

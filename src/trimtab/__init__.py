@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from trimtab.api import max as max  # noqa: A004
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
+    from trimtab.jobs.optimizers import OptimizerPart
     from trimtab.spec import Cluster, Device, Finding, Link, Node, Stage
     from trimtab.training.run import Run
 
@@ -54,6 +55,7 @@ __all__ = [
     "Job",
     "Link",
     "Node",
+    "OptimizerPart",
     "Run",
     "Stage",
     "TrimtabError",
@@ -87,6 +89,7 @@ _UNLISTED = ("max",)
 _MODULES = dict.fromkeys((*__all__, *_UNLISTED), "trimtab.api") | {
     **dict.fromkeys(("Cluster", "Device", "Finding", "Link", "Node", "Stage"), "trimtab.spec"),
     "Job": "trimtab.jobs.job",
+    "OptimizerPart": "trimtab.jobs.optimizers",
     "Run": "trimtab.training.run",
     "TrimtabError": "trimtab.errors",
 }

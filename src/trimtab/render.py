@@ -889,6 +889,10 @@ MOST_REJECTED = 10
 STOPPED = "the search was stopped before it ended; something better may exist"
 
 
+COMMAND_WIDTH = 76
+"""A longer command line is printed on several lines."""
+
+
 def render_plan(plan: Plan) -> RenderableType:
     """Return the recommendation, the memory, every choice with its reason, and the alternatives."""
     parts: list[RenderableType] = [
@@ -896,6 +900,7 @@ def render_plan(plan: Plan) -> RenderableType:
             (escape_control(_format_plan_name(plan)), "bold"), f": {describe_setting(plan.choice)}"
         ),
         Text(),
+        *_render_command(plan),
         *([] if plan.complete else [render_labelled("best so far", STOPPED, "yellow"), Text()]),
         Padding(Text(escape_control(plan.recommendation), style="green"), (0, 0, 0, 1)),
         Text(),
@@ -917,11 +922,14 @@ def render_plan(plan: Plan) -> RenderableType:
                 for what_if in plan.what_if
                 if _needs_explanation(what_if)
             ]
-    parts += [
-        Text(),
-        Text(" rejected", style="bold"),
-        Padding(_render_rejected(plan), (0, 0, 0, 1), expand=False),
-    ]
+    if plan.rejected or plan.script is None:
+        parts += [
+            Text(),
+            Text(" rejected", style="bold"),
+            Padding(_render_rejected(plan), (0, 0, 0, 1), expand=False),
+        ]
+    if plan.script is not None:
+        parts += [Text(), *(render_labelled("note", line, "yellow") for line in plan.script.notes)]
     parts += [render_labelled("assumed", line, "dim") for line in plan.estimate.assumptions]
     parts += [render_labelled("left out", line, "dim") for line in plan.left_out]
     return Group(*parts)
@@ -959,9 +967,29 @@ def render_staged_plan(staged_plan: StagedPlan) -> RenderableType:
     )
 
 
+def _render_command(plan: Plan) -> list[RenderableType]:
+    """Return the command line of a plan, as a shell takes it, and what differs from the given one."""
+    if plan.script is None:
+        return []
+    from trimtab.launching.quoting import shell_line
+
+    line = plan.script.command
+    if len(line) > COMMAND_WIDTH:
+        line = shell_line(plan.script.words)
+    changes = [render_labelled("changed", change, "dim") for change in plan.script.changes]
+    return [
+        Text(" type this", style="bold"),
+        *(Text(f"   {escape_control(part)}", style="bold green") for part in line.split("\n")),
+        *changes,
+        Text(),
+    ]
+
+
 def _format_plan_name(plan: Plan) -> str:
     from trimtab.planner.plan_files import describe_places
 
+    if plan.script is not None:
+        return f"training command on {describe_places(plan.places)}"
     name = plan.workload.name if plan.workload else plan.job
     return f"{name} on {describe_places(plan.places)}"
 

@@ -25,6 +25,7 @@ parser.add_argument("--momentum", default=0.9, type=float)
 parser.add_argument("--wd", "--weight-decay", default=1e-4, type=float, dest="weight_decay")
 parser.add_argument("-p", "--print-freq", default=2, type=int)
 parser.add_argument("--channels-last", action="store_true")
+parser.add_argument("--data-parallel", action="store_true")
 parser.add_argument("--amp", action="store_true")
 parser.add_argument("--resume", default="", type=str, metavar="PATH")
 parser.add_argument("--seed", default=None, type=int)
@@ -157,6 +158,8 @@ def main():
     model = build(args.arch).to(device)
     if args.channels_last:
         model = model.to(memory_format=torch.channels_last)
+    if args.data_parallel:
+        model = nn.DataParallel(model)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1).to(device)
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay

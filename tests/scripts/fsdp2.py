@@ -49,7 +49,7 @@ def main(args):
         torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     torch.manual_seed(0)
-    with torch.device("meta"):
+    with torch.device("cpu" if args.build_on_cpu else "meta"):
         model = Net(args.vocab, args.width, args.depth)
     options = {"mesh": mesh}
     if args.mixed_precision:
@@ -57,8 +57,9 @@ def main(args):
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    model.to_empty(device=device)
-    model.reset_parameters()
+    if not args.build_on_cpu:
+        model.to_empty(device=device)
+        model.reset_parameters()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(args.steps):
         tokens = torch.randint(0, args.vocab, (args.batch_size, args.seq_len), device=device)
@@ -78,6 +79,7 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--mixed-precision", action="store_true")
+    parser.add_argument("--build-on-cpu", action="store_true")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=32)
     parser.add_argument("--vocab", type=int, default=256)

@@ -33,11 +33,19 @@ def propose(request: ApplyRequest) -> tuple[Plan, Proposal]:
     from trimtab.configs.apply import parse_aim, propose_edits
     from trimtab.configs.formats import read_config
     from trimtab.configs.targets import list_targets
+    from trimtab.errors import WrongUse
     from trimtab.probe.detect import as_cluster
 
     found, unchecked = (
         plan_from(request.plan) if isinstance(request.plan, str | PathLike) else (request.plan, "")
     )
+    if found.script is not None:
+        changes = "; ".join(found.script.changes) or "nothing changes"
+        raise WrongUse(
+            "a plan of a training command",
+            found=f"its result is a command line, not a config: {changes}",
+            cure=f"Type it: {found.script.command}",
+        )
     on = request.on if request.network is None else as_cluster(request.on, network=request.network)
     aims = [parse_aim(place) for place in config_places(request.to)]
 

@@ -91,8 +91,12 @@ def all_words() -> dict[str, Word]:
     return ours | {name: word for name, word in kind_words().items() if name not in ours}
 
 
-def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Diagnosis:
-    """Name what made a run fail, from its logs, folders and records; without any, check this machine.
+def doctor(
+    *logs: str | Path, plan: str | Path | None = None, say: Callable[[str], None] = lambda _: None
+) -> Diagnosis:
+    """Name what made a run fail or slow, from its logs, folders and records; without any, check this machine.
+
+    `plan` is a file whose predicted step time the measured one is compared with; a run folder has its own.
 
     >>> trimtab.doctor("slurm-4711.out").findings[0].kind  # doctest: +SKIP
     'out-of-memory'
@@ -102,7 +106,15 @@ def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Di
 
         from trimtab.diagnosis.diagnose import diagnose_logs
 
-        return diagnose_logs([fspath(log) for log in logs], say)
+        return diagnose_logs([fspath(log) for log in logs], say, plan=None if plan is None else fspath(plan))
+    if plan is not None:
+        from trimtab.errors import WrongUse
+
+        raise WrongUse(
+            f"--plan {plan}",
+            found="no log is given whose step time could be compared with it",
+            cure="Give the log or the run folder too.",
+        )
     from trimtab.diagnosis.machine import examine_machine
 
     return examine_machine()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.scripts.estimate import ScriptEstimate
     from trimtab.spec import Calibration, Cluster, Device, Estimate, Setting, Trace
+    from trimtab.spec.requests import CommandRequest
     from trimtab.trace.request import TraceRequest
 
 
@@ -64,13 +65,13 @@ SCRIPT_FIELDS = frozenset({"job", "on", "network", "command", "cache"})
 """Fields of a request that concern a training command; the others are the script's own choice."""
 
 
-def refuse_job_options(request: EstimateRequest) -> None:
-    """Raise if a request sets what only the script itself decides."""
+def refuse_job_options(request: CommandRequest, fields: frozenset[str] = SCRIPT_FIELDS) -> None:
+    """Raise if a request sets what only the script itself decides: an option that is not in `fields`."""
     from trimtab.errors import WrongUse
     from trimtab.spec.requests import list_options
 
     for name, option in list_options(type(request)).items():
-        if name not in SCRIPT_FIELDS and getattr(request, name) not in (option.default, {}):
+        if name not in fields and getattr(request, name) not in (option.default, {}):
             flag = option.flag or f"--{name}"
             raise WrongUse(
                 flag,

@@ -22,6 +22,7 @@ def launch(request: LaunchRequest) -> Launch | tuple[Launch, ...]:
     trimtab.launch("plan.json").command
     trimtab.launch("plan.json", kind="slurm", partition="gpu", yes=True).job_id
     trimtab.launch("slm", on="4xH100", kind="slurm", compare=[1, 2, 4])[0].script
+    trimtab.launch(command=["torchrun", "train.py"], on="8xH100", kind="slurm").script
 
     With `compare` there is one for each number of GPUs. Options that are not given are those of trimtab.toml.
     """
@@ -55,6 +56,8 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
     from trimtab.launching.defaults import read_defaults
     from trimtab.spec import LaunchKind
 
+    if request.plan_or_job is None and not request.command:
+        raise TypeError("launch() needs a plan, a job, or the words of a training command as `command`")
     kind = LaunchKind(request.kind)
     given = {name: getattr(request, name) for name in launch_request.USED_BY}
     launch_request.refuse_unused(kind, given)
@@ -79,7 +82,10 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
         compares=bool(compare),
     )
     site, silence = submit.read_slurm_cluster() if kind is LaunchKind.SLURM else (None, "")
-    plans = _plans_to_launch(request, compare)
+    if request.command:
+        plans: list[tuple[Plan, str | None]] = [(_plan_command(request), None)]
+    else:
+        plans = _plans_to_launch(request, compare)
     fault = _fault(plans[0][0], kind, cache=request.cache)
     cores = detect().cpu_cores if kind is LaunchKind.TORCHRUN else None
     return tuple(
@@ -95,7 +101,7 @@ def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
     from trimtab.spec import LaunchKind
     from trimtab.training.job_queries import find_job_fault
 
-    if kind in {LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED}:
+    if kind in {LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED} or found.script is not None:
         return ""
     fault = find_job_fault(found.job, found.options, cache=cache)
     return "" if fault is None else f"{fault.given}: {fault.found}. {fault.cure}"
@@ -127,6 +133,12 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
                 found="the plan has made its choices",
                 cure="Give them where it is made: trimtab plan JOB --on DEVICES --pin KEY=VALUE --out FILE.",
             )
+        if found.script is not None and counts:
+            raise WrongUse(
+                f"--compare {','.join(map(str, counts))} with the plan of a training command",
+                found="its number of GPUs is part of the command",
+                cure="Plan the command for each: trimtab plan --on 2xH100 -- COMMAND.",
+            )
         where: Any = rebuild_cluster(found)
         if not counts:
             return [(found, file)]
@@ -151,6 +163,24 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
         (plan(name, where, pins=pins, options=overrides, cache=request.cache, say=request.say), None)
         for pins in [fixed | {"gpus": count} for count in counts] or [fixed]
     ]
+
+
+def _plan_command(request: LaunchRequest) -> Plan:
+    """Plan the training command of a request."""
+    from trimtab.api.estimating import refuse_job_options
+    from trimtab.spec.requests import PlanRequest, list_options
+
+    refuse_job_options(request, frozenset(list_options(LaunchRequest)) - {"procs", "compare", "options"})
+    return plan(
+        PlanRequest(
+            on=request.on,
+            network=request.network,
+            command=request.command,
+            vary=request.vary,
+            pins=request.pins,
+            say=request.say,
+        )
+    )
 
 
 def _most_nodes(nodes: str | None) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.estimating import first_device
+from trimtab.api.estimating import SCRIPT_FIELDS, first_device, refuse_job_options
+from trimtab.errors import WrongUse
 from trimtab.spec.requests import PlanRequest, accepts
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def plan(request: PlanRequest) -> Plan:
 
     trimtab.plan("job.py:MyJob", "4xA100-40GB").choice
     trimtab.plan(MyJob, "8xH100", deadline="12h", objective="gpus", compare=[1, 2, 4, 8]).recommendation
+    trimtab.plan(on="4xH100", command=["torchrun", "train.py", "--batch-size", "64"]).script.command
 
     `say` gets each activity in words, `say_best` the best setting so far. With `partial`, Ctrl-C gives the
     best so far as a plan that is not `complete`; otherwise KeyboardInterrupt is raised.
@@ -28,6 +30,16 @@ def plan(request: PlanRequest) -> Plan:
     from trimtab.planner.plan import make_plan
     from trimtab.probe.detect import as_cluster
 
+    if request.command:
+        return plan_command(request)
+    if request.job is None:
+        raise TypeError("plan() needs a job, or the words of a training command as `command`")
+    if request.vary:
+        raise WrongUse(
+            f"--vary {request.vary[0]}",
+            found="it names an option of a training command, and a job was given",
+            cure="Give --pin to fix a choice of a job's plan; all others vary.",
+        )
     policy = make_policy(request.memory, request.deadline, request.objective, request.price, request.pins)
     cluster = as_cluster(request.on, network=request.network)
     first_device(cluster)
@@ -47,6 +59,60 @@ def plan(request: PlanRequest) -> Plan:
     )
 
 
+PLAN_FIELDS = SCRIPT_FIELDS | {
+    "vary",
+    "global_batch",
+    "samples",
+    "epochs",
+    "memory",
+    "deadline",
+    "price",
+    "pins",
+}
+"""Fields of a request that concern the plan of a training command."""
+
+
+def plan_command(request: PlanRequest) -> Plan:
+    """Find the best command line for a training command, with reasons; each setting is followed once."""
+    import os
+    from functools import partial
+
+    from trimtab.probe.detect import as_cluster
+    from trimtab.scripts.command import parse_command
+    from trimtab.scripts.estimate import estimate_script
+    from trimtab.scripts.knobs import find_knobs, select_knobs
+    from trimtab.scripts.plan import plan_script
+    from trimtab.scripts.sources import read_sources
+
+    refuse_job_options(request, PLAN_FIELDS)
+    if request.deadline is not None and request.samples is None:
+        raise WrongUse(
+            f"--deadline {request.deadline}",
+            found="it is not known how many samples the command trains on",
+            cure="Give --samples, and --epochs if there are several.",
+        )
+    policy = make_policy(request.memory, request.deadline, request.objective, request.price, request.pins)
+    cluster = as_cluster(request.on, network=request.network)
+    first_device(cluster)
+    command = parse_command(request.command, environment=os.environ)
+    sources = read_sources(command)
+    knobs = select_knobs(find_knobs(command, sources), command, request.vary)
+    made = plan_script(
+        command,
+        cluster,
+        policy,
+        knobs,
+        partial(estimate_script, say=None),
+        given={key: getattr(request, key) for key in ("global_batch", "samples", "epochs")},
+        sources=sources,
+        say=request.say,
+        say_best=request.say_best,
+    )
+    if not (made.complete or request.partial):
+        raise KeyboardInterrupt
+    return made
+
+
 def make_policy(
     memory: float,
     deadline: str | float | None,
@@ -57,7 +123,6 @@ def make_policy(
     """Return a Policy from what people type."""
     from collections.abc import Mapping as AnyMapping
 
-    from trimtab.errors import WrongUse
     from trimtab.planner.pins import check_pins, read_pins
     from trimtab.spec import Objective, Policy
     from trimtab.units import parse_duration

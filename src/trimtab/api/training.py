@@ -161,6 +161,12 @@ def _plan_to_train(
                 cure="Pin them where it is made: trimtab plan JOB --pin KEY=VALUE --out FILE.",
             )
         found = given if isinstance(given, Plan) else read_plan_file(Path(given))
+        if found.script is not None:
+            raise WrongUse(
+                "--plan",
+                found="it is the plan of a training command, which trains by itself",
+                cure=f"Type its command: {found.script.command}",
+            )
         if not isinstance(given, Plan):
             # Other nodes are assumed to be like this one.
             planned_nodes = len({place.node for place in found.places}) if per_node is not None else 1

@@ -34,6 +34,13 @@ def doctor(
             "records; - for standard input.",
         ),
     ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Plan to compare the measured step time with; default: the plan of the run folder.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check this machine, or name what made a run fail from its logs.
@@ -44,7 +51,7 @@ def doctor(
     from trimtab import api
 
     with _progress() as say:
-        found = api.doctor(*(logs or ()), say=say)
+        found = api.doctor(*(logs or ()), plan=plan, say=say)
     if json:
         print_json(found.to_builtins())
     else:

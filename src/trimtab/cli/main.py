@@ -44,7 +44,7 @@ COMMANDS = {
     "watch": ("watch", "Show GPUs and runs live, with advice."),
 }
 """For each command its module and what help says of it, in the order of help."""
-SCRIPT_COMMANDS = frozenset({"estimate"})
+SCRIPT_COMMANDS = frozenset({"estimate", "plan", "launch"})
 """Commands that take a training command after `--`."""
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 

@@ -132,7 +132,8 @@ def make_request(request: type[RequestType], typed: Mapping[str, Any]) -> Reques
         if option.switches:
             values[name] = _switched(typed, option.switches) or option.default
         elif name == "command":
-            values[name] = _script_words(job)
+            # After a plan or a job, the words behind -- are further options of its training.
+            values[name] = () if job and "extra" in typed else _script_words(job)
         elif option.flag is None:
             continue
         elif name == "options":
@@ -145,6 +146,8 @@ def make_request(request: type[RequestType], typed: Mapping[str, Any]) -> Reques
         else:
             value = option.parse(typed[name]) if option.parse else typed[name]
             values[name] = tuple(value) if option.many else value
+    if job and "extra" in values:
+        values["extra"] = (*(values["extra"] or ()), *(ScriptWords.typed or ()))
     return request(**values)
 
 

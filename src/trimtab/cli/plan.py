@@ -35,11 +35,18 @@ def plan(  # noqa: PLR0913 - each is an option
 ) -> None:
     """Find the best configuration that fits, without a GPU.
 
-    The plan comes with reasons. The job's own code runs for a few steps on tensors without memory. Ctrl-C
-    gives the best plan found so far. Exit code 3 when nothing fits or nothing meets the deadline, 4 when the
-    job's code fails, 130 after Ctrl-C.
+    The plan comes with reasons. The job's own code runs for a few steps on tensors without memory. For a
+    training command after `--` the plan is the command line to type instead, as in
+    `trimtab plan --on H100 -- python train.py`. Ctrl-C gives the best plan found so far. Exit code 3 when
+    nothing fits or nothing meets the deadline, 4 when the job's code fails, 130 after Ctrl-C.
     """
     request = state_devices(request)
+    if request.command and (knob or config or stages):
+        raise WrongUse(
+            "--knob, --config or --stages with a training command",
+            found="they are for a job",
+            cure="Leave them out: --vary names the command's own options.",
+        )
     if knob or config:
         request = plan_with_knobs(request, knob, config)
     result: Plan | StagedPlan

@@ -23,7 +23,9 @@ from trimtab.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from trimtab.diagnosis.findings import Diagnosed
     from trimtab.probe.machine import Machine
+    from trimtab.training.step_log import StepLine
 
 MOST_JSON = 256 << 20
 """A larger JSON file is read as lines."""
@@ -49,6 +51,8 @@ class LogReader:
         self.notes: list[str] = []
         self.facts: dict[str, int] = {}
         self.fixed_bytes = 0
+        self.is_compared = False
+        """Whether the steps of a run were compared with its plan."""
 
     def read_source(self, source: log_files.LogSource) -> None:
         """Read one source of any kind."""
@@ -171,15 +175,52 @@ class LogReader:
         ]
         self.read.append(name)
 
-    def read_runs(self, folders: Iterable[Path], world: Machine | None) -> list[Sighting]:
-        """Describe the state of the runs in these folders."""
+    def _compare_run(
+        self, folder: Path, lines: Iterable[StepLine], plan: Plan | None, *, stated: bool
+    ) -> None:
+        """Compare the step time of a run with its plan, or with the one that the user stated."""
+        from trimtab.diagnosis.step_times import compare_step, measure_run
+
+        measured = measure_run(list(lines), str(folder / LOG_FILE))
+        if measured is None or plan is None:
+            return
+        self.is_compared = True
+        if plan.estimate.step_s is None and not stated:
+            # A plan for a CPU has no times.
+            return
+        found, note = compare_step(measured, plan)
+        self.sightings += found
+        self.notes += [f"{folder}: {note}."] if note else []
+
+    def compare_logs(self, plan: Plan, name: str) -> None:
+        """Compare the step time that logs tell with a plan that the user named."""
+        from trimtab.diagnosis.step_times import compare_step, measure_log
+
+        measured = measure_log(self.sightings, plan)
+        if measured is None:
+            if not self.is_compared:
+                self.notes.append(f"{name}: no step time was found to compare with it.")
+            return
+        found, note = compare_step(measured, plan)
+        self.sightings += found
+        self.notes += [f"{name}: {note}."] if note else []
+
+    def read_runs(
+        self, folders: Iterable[Path], world: Machine | None, plan: Plan | None = None
+    ) -> list[Sighting]:
+        """Describe the state of the runs in these folders, and compare their steps with their plans.
+
+        `plan` takes the place of the plans in the folders.
+        """
         from trimtab.probe.machine import this_machine
         from trimtab.watching.watch import RunFollower, read_lock_holder
 
         ends = []
         for folder in folders:
             where = world or this_machine()
-            run = RunFollower(folder).look(time.time(), where, ())
+            follower = RunFollower(folder)
+            run = follower.look(time.time(), where, ())
+            self._compare_run(folder, follower.lines, plan or follower.plan, stated=plan is not None)
             pid, host = read_lock_holder(folder)
             seen = bool(pid) and host == where.host("name")
             alive = seen and where.host(f"process:{pid}") is not None
@@ -202,10 +243,42 @@ def _name_binary(head: bytes) -> str:
     return "" if log_files.is_text(head) else "no text"
 
 
+def _read_stated_plan(file: str) -> Plan:
+    """Return the plan of --plan; raise WrongUse if it cannot be read."""
+    cure = "Name a file that `trimtab plan --out` wrote."
+    try:
+        data = Path(file).read_bytes()
+    except OSError as error:
+        raise WrongUse(f"--plan {file}", found=f"it cannot be read ({error.strerror})", cure=cure) from error
+    try:
+        return Plan.from_json(data, origin=file)
+    except TrimtabError as error:
+        raise WrongUse(f"--plan {file}", found=error.found, cure=cure) from error
+
+
+def _drop_vaguer(findings: tuple[Diagnosed, ...]) -> tuple[Diagnosed, ...]:
+    """Leave out what a comparison with the plan tells better: a low MFU, and a share of waiting."""
+    from trimtab.diagnosis.step_times import BUCKET_KINDS, LOADER
+
+    kinds = {finding.kind for finding in findings}
+    vaguer = {"low-mfu"} if kinds & {*BUCKET_KINDS} else set()
+    vaguer |= {"waits-for-data"} if LOADER in kinds else set()
+    return tuple(finding for finding in findings if finding.kind not in vaguer)
+
+
 def diagnose_logs(
-    names: Sequence[str], say: Callable[[str], None] = lambda _: None, *, world: Machine | None = None
+    names: Sequence[str],
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    plan: str | None = None,
+    world: Machine | None = None,
 ) -> Diagnosis:
-    """Diagnose the named logs, folders and records together; `world` replaces this machine in tests."""
+    """Diagnose the named logs, folders and records together.
+
+    `plan` names a plan whose step time the measured one is compared with; a run folder has its own. `world`
+    replaces this machine in tests.
+    """
+    stated = None if plan is None else _read_stated_plan(plan)
     sources, notes = log_files.find_sources(names)
     reader = LogReader(say)
     folders = dict.fromkeys(source.path.parent for source in sources if source.path is not None)
@@ -224,11 +297,14 @@ def diagnose_logs(
                 raise
             reader.notes.append(f"{source.name}: {error.found}; it was left.")
     reader.sightings += torch_records.compare_flights(reader.flights)
-    ends = reader.read_runs(runs, world)
+    ends = reader.read_runs(runs, world, stated)
+    if stated is not None and plan is not None:
+        reader.compare_logs(stated, plan)
+    findings = judge_sightings(
+        settle_runs(reader.sightings, ends), known=reader.facts, fixed_bytes=reader.fixed_bytes
+    )
     return Diagnosis(
-        findings=judge_sightings(
-            settle_runs(reader.sightings, ends), known=reader.facts, fixed_bytes=reader.fixed_bytes
-        ),
+        findings=_drop_vaguer(findings),
         read=tuple(reader.read),
         notes=(*notes, *reader.notes),
     )

@@ -15,6 +15,8 @@ from torch import nn
 from trimtab.engine.branches import get_branches, keep_branch
 from trimtab.engine.precision import set_tf32_flags, torch_dtype
 from trimtab.errors import JobFailed
+from trimtab.jobs.job import Job
+from trimtab.jobs.optimizers import has_optimizers
 from trimtab.spec.precision import FLOAT32
 from trimtab.strategies import strategy_of
 
@@ -172,14 +174,25 @@ class EntryPoints(NamedTuple):
 
 
 def find_entries(job: Any, model: nn.Module) -> EntryPoints:
-    """Return the entry points of the model that the source of the job's loss() calls."""
+    """Return the entry points of the model that the source of the job's loss() calls.
+
+    For a job with optimizers(), all its methods are read: each may be the loss of an optimizer.
+    """
     names: set[str] = set()
-    for member in LOSS_MEMBERS:
+    for member in (*LOSS_MEMBERS, *_list_own_methods(job)):
         function = getattr(job, member, None)
         if function is not None:
             for source in _iterate_sources(function, _DEPTH):
                 names |= set(_CALLED.findall(source))
     return classify_entries(names, model)
+
+
+def _list_own_methods(job: Any) -> list[str]:
+    """Return the names of the methods of a job with optimizers(), without those of trimtab.Job."""
+    if not has_optimizers(job):
+        return []
+    own = [cls for cls in type(job).__mro__ if cls not in (Job, object)]
+    return [name for cls in own for name, value in vars(cls).items() if isinstance(value, types.FunctionType)]
 
 
 def classify_entries(names: set[str], model: nn.Module) -> EntryPoints:

@@ -63,11 +63,9 @@ class Collective(NamedTuple):
 
 
 class CollectiveLog:
-    """Recorded collectives of each kind of pass, and of the current pass."""
+    """Recorded collectives of the current pass."""
 
     def __init__(self) -> None:
-        self.sequences: dict[tuple[bool, ...], list[Collective]] = {}
-        """By (does the pass send its gradients, is it the last of a step); or FORWARD."""
         self.current: list[Collective] = []
         self.mid_backward: Callable[[], None] | None = None
 
@@ -125,7 +123,7 @@ class ShardedGradients:
     sent_any = True
     """Every pass communicates, because it gathers weights: a rank never retries a micro-batch alone."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the model are named
         self,
         model: nn.Module,
         *,
@@ -133,28 +131,38 @@ class ShardedGradients:
         alone: bool,
         mid_backward: Callable[[], None] | None = None,
         statistics: SharedStatistics | None = None,
+        parameters: list[Any] | None = None,
+        beside: ShardedGradients | None = None,
     ) -> None:
         """Prepare a sharded model.
 
         `replicas` is the number of copies of every shard. `alone` means that there is one rank. `statistics`
-        is shared by the synchronised BatchNorm layers, if the model has some.
+        is shared by the synchronised BatchNorm layers, if the model has some. `parameters` are those that get
+        gradients; by default all that are trainable. `beside` is the storage of other parameters of the same
+        model, if there is one.
         """
         self._model: Any = model
-        self._log = CollectiveLog()
+        self._log: CollectiveLog = CollectiveLog() if beside is None else beside._log
         self._log.mid_backward = mid_backward
+        self._sequences: dict[tuple[bool, ...], list[Collective]] = {}
+        """By (does the pass send its gradients, is it the last of a step); or FORWARD."""
         if statistics is not None:
             statistics.record = self._log.record_statistics
         self._statistics = statistics
         self._replicas = replicas
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.max_arrivals = len(self._units)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters: list[Any] = parameters or [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self._keeps_unsharded = self._can_keep_unsharded()
         self._key: tuple[bool, ...] | None = None
         self._done = 0
         self._clean = True
         self._skips_finish = False
         self._alone = alone
+        if beside is not None:
+            return
         for module in self._units:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -177,7 +185,7 @@ class ShardedGradients:
     @property
     def is_rehearsed(self) -> bool:
         """Whether the collectives of all kinds of passes are recorded."""
-        return self._alone or len(self._log.sequences.keys() - {FORWARD}) > 1
+        return self._alone or len(self._sequences.keys() - {FORWARD}) > 1
 
     def before_forward(self) -> None:
         """Prepare for a forward pass without gradients, as gradient caching runs first."""
@@ -199,7 +207,7 @@ class ShardedGradients:
         # All ranks now repeat the step: this attempt sends nothing else.
         self._skips_finish = True
         if not self._alone:
-            each = self._log.sequences[FORWARD]
+            each = self._sequences[FORWARD]
             issue_collectives(each[done:] + each * (count - failed_at - 1), self._parameters[0].device)
 
     def start_attempt(self) -> None:
@@ -239,9 +247,9 @@ class ShardedGradients:
             self._skips_finish = False
             return
         kinds = self._kinds(count)
-        remaining = self._log.sequences[kinds[failed_at]][self._done :]
+        remaining = self._sequences[kinds[failed_at]][self._done :]
         for kind in kinds[failed_at + 1 :]:
-            remaining = remaining + self._log.sequences[kind]
+            remaining = remaining + self._sequences[kind]
         if not self._alone:
             issue_collectives(remaining, self._parameters[0].device)
 
@@ -251,7 +259,7 @@ class ShardedGradients:
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return this rank's shards of the gradients."""
-        return [parameter.grad._local_tensor for parameter in self._parameters if parameter.grad is not None]  # type: ignore[attr-defined]
+        return [parameter.grad._local_tensor for parameter in self._parameters if parameter.grad is not None]
 
     def close(self) -> None:
         """Do nothing: the model stays sharded."""
@@ -264,7 +272,7 @@ class ShardedGradients:
     def _save_sequence(self) -> None:
         """Store the collectives of the pass that has just succeeded."""
         if self._key is not None:
-            self._log.sequences[self._key] = self._log.current
+            self._sequences[self._key] = self._log.current
         self._log.current = []
 
     def _drop_unsharded_gradients(self) -> None:
@@ -283,6 +291,21 @@ def _parameter_groups(module: Any) -> list[Any]:
     if groups is not None:
         return list(groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def find_full_copies(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the full copies of sharded parameters that FSDP has made so far, by id of the parameter.
+
+    FSDP reuses a copy in every pass, so that a change of `requires_grad` has to be made on both.
+    """
+    return {
+        id(fsdp_param.sharded_param): fsdp_param._unsharded_param
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for unit in _parameter_groups(module)
+        for fsdp_param in unit.fsdp_params
+        if hasattr(fsdp_param, "_unsharded_param")
+    }
 
 
 def issue_collectives(collectives: list[Collective], device: torch.device) -> None:

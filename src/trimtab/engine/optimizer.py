@@ -1,13 +1,21 @@
-"""Make the optimizer in the implementation that a setting asks for."""
+"""Make the optimizers of a job in the implementation that a setting asks for."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trimtab.jobs.optimizers import has_optimizers, read_optimizers
 from trimtab.spec import OptimizerImplementation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ONLY = "optimizer"
+"""Name of the optimizer of a job without optimizers()."""
 
 FLAGS = {
     OptimizerImplementation.FUSED: {"fused": True, "foreach": False},
@@ -16,10 +24,50 @@ FLAGS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class NamedOptimizer:
+    """An optimizer that is ready to step, with its loss and frequency."""
+
+    name: str
+    optimizer: Any
+    loss: Callable[[Any, Any], Any] | None = None
+    """Function of (model, batch); None: the job's loss."""
+    every: int = 1
+    schedule: Callable[[Any], Any] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether it updates in a step; steps count from 1."""
+        return step % self.every == 0
+
+
+def make_optimizers(
+    job: Any, named_parameters: list[tuple[str, Any]], implementation: OptimizerImplementation
+) -> list[NamedOptimizer]:
+    """Return the job's optimizers; one called `optimizer` if it has no optimizers()."""
+    if not has_optimizers(job):
+        parameters = [parameter for _, parameter in named_parameters]
+        return [NamedOptimizer(name=ONLY, optimizer=make_optimizer(job, parameters, implementation))]
+    return [
+        NamedOptimizer(
+            name=name,
+            optimizer=_use_implementation(part.optimizer, implementation),
+            loss=part.loss,
+            every=part.every,
+            schedule=part.schedule,
+        )
+        for name, part in read_optimizers(job, named_parameters).items()
+    ]
+
+
 def make_optimizer(job: Any, parameters: list[Any], implementation: OptimizerImplementation) -> Any:
     """Return the job's optimizer, or AdamW; in the given implementation if the optimizer supports it."""
     own = getattr(job, "optimizer", None)
     built = own(parameters) if own is not None else torch.optim.AdamW(parameters, lr=1e-4)
+    return _use_implementation(built, implementation)
+
+
+def _use_implementation(built: Any, implementation: OptimizerImplementation) -> Any:
+    """Return an optimizer like a new one, in the given implementation if its class supports it."""
     accepted = inspect.signature(type(built).__init__).parameters
     flags: dict[str, Any] = {name: value for name, value in FLAGS[implementation].items() if name in accepted}
     if not flags:

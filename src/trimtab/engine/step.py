@@ -18,10 +18,11 @@ from trimtab.engine.compile import CompileSwitch
 from trimtab.engine.fsdp import move_module, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
 from trimtab.engine.gradients import Gradients, LocalGradients, Reducer
-from trimtab.engine.optimizer import choose_implementation, make_optimizer, use_foreach_for_shards
+from trimtab.engine.optimizer import choose_implementation, make_optimizers, use_foreach_for_shards
 from trimtab.engine.precision import autocast_dtype, cast_weights
 from trimtab.engine.recompute import enable_recompute
 from trimtab.engine.sync_norm import SyncReducer, synchronise_batch_norms
+from trimtab.engine.update_phases import GradientSwitch, UpdatePhase, group_by_loss, list_parameters
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.jobs.job import list_whole_model_members, loss_function
 from trimtab.strategies import STRATEGIES, strategy_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.engine.fsdp import FillTensor
+    from trimtab.engine.optimizer import NamedOptimizer
     from trimtab.engine.pipeline_stage import TracedStage
     from trimtab.engine.sync_norm import SharedStatistics
     from trimtab.spec import Setting
@@ -53,13 +55,13 @@ LOSS_SCALE = 2.0**16
 
 @dataclass(kw_only=True)
 class ArrangedModel:
-    """A model as one rank trains it, with its optimizer and gradients."""
+    """A model as one rank trains it, with its optimizers and gradients."""
 
     model: nn.Module
     parameters: list[Any]
     """Trainable parameters."""
-    optimizer: Any
-    gradients: Gradients
+    phases: list[UpdatePhase]
+    """The losses of a step, each with its optimizers and gradients; one if the job has one loss."""
     recomputed: tuple[str, ...] = ()
     """Names of the lists of blocks that are recomputed."""
     entries: EntryPoints = field(default_factory=EntryPoints)
@@ -122,9 +124,7 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
         setting,
         device,
         entries=find_entries(job, model),
-        optimizer=lambda parameters: make_optimizer(
-            job, parameters, choose_implementation(model, setting.optimizer)
-        ),
+        optimizers=lambda named: make_optimizers(job, named, choose_implementation(model, setting.optimizer)),
         install_stage=None if stage is None else install_stage,
     )
     compiling = None
@@ -160,7 +160,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     setting: Setting,
     device: str,
     *,
-    optimizer: Callable[[list[Any]], Any],
+    optimizers: Callable[[list[tuple[str, Any]]], list[NamedOptimizer]],
     entries: EntryPoints | None = None,
     install_stage: Callable[[nn.Module], None] | None = None,
     equalise: Callable[[nn.Module], None] | None = None,
@@ -168,13 +168,13 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None = None,
     mid_backward: Callable[[], None] | None = None,
 ) -> ArrangedModel:
-    """Cast, recompute, stage and shard a model; make its optimizer and gradient storage.
+    """Cast, recompute, stage and shard a model; make its optimizers and gradient storage.
 
     Args:
         model: the model, built on the device that `choose_build_device` returns.
         setting: the setting to train with.
         device: the device to train on.
-        optimizer: makes the optimizer from the trainable parameters.
+        optimizers: makes the optimizers from the trainable parameters and their names.
         entries: methods and submodules that loss() calls besides the model.
         install_stage: keeps only the blocks of one pipeline stage in the model.
         equalise: gives an unsharded model the same values on all ranks.
@@ -201,20 +201,28 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     if sharded:
         shard_model(model, setting, device, fill)
         register_entries(model, entries)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
         raise JobFailed(
             "model()", found="none of its parameters is trainable", cure="Leave some parameters unfrozen."
         )
-    built_optimizer = optimizer(parameters)
+    built = optimizers(named)
     if sharded:
-        use_foreach_for_shards(built_optimizer)
-    gradients = _make_gradients(model, setting, parameters, reduced, mid_backward, statistics)
+        for optimizer in built:
+            use_foreach_for_shards(optimizer.optimizer)
+    parameters = [parameter for _, parameter in named]
     return ArrangedModel(
         model=model,
         parameters=parameters,
-        optimizer=built_optimizer,
-        gradients=gradients,
+        phases=_make_phases(
+            model,
+            setting,
+            built,
+            parameters,
+            reduced=reduced,
+            mid_backward=mid_backward,
+            statistics=statistics,
+        ),
         recomputed=tuple(recomputed),
         entries=entries,
         statistics=statistics,
@@ -252,6 +260,46 @@ def _enter_by_root(model: Any, child: nn.Module) -> None:
     child.__dict__["_compiled_call_impl"] = call
 
 
+def _make_phases(  # noqa: PLR0913 - state of arrange_model()
+    model: nn.Module,
+    setting: Setting,
+    optimizers: list[NamedOptimizer],
+    parameters: list[Any],
+    *,
+    reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
+    mid_backward: Callable[[], None] | None,
+    statistics: SharedStatistics | None,
+) -> list[UpdatePhase]:
+    """Return a phase for each loss of the optimizers, with the gradient storage of its parameters."""
+    groups = group_by_loss(optimizers)
+    _refuse_several_losses(setting, len(groups))
+    switch = GradientSwitch(parameters, is_used=len(groups) > 1)
+    if strategy_of(setting).is_sharded and switch.is_used:
+        from trimtab.engine.fsdp import find_full_copies
+
+        switch.full_copies = lambda: find_full_copies(model)
+    phases: list[UpdatePhase] = []
+    for group in groups:
+        own = list_parameters(group) if switch.is_used else parameters
+        beside = phases[0].gradients if phases else None
+        gradients = _make_gradients(model, setting, own, reduced, mid_backward, statistics, beside)
+        phases.append(UpdatePhase(optimizers=group, parameters=own, gradients=gradients, switch=switch))
+    return phases
+
+
+def _refuse_several_losses(setting: Setting, count: int) -> None:
+    """Raise if a setting cannot run several losses in turn."""
+    is_synchronised = setting.sync_batchnorm and setting.gpus > 1
+    if count < 2 or not (setting.compile or is_synchronised):  # noqa: PLR2004 - several
+        return
+    option = "compile" if setting.compile else "sync_batchnorm"
+    raise WrongUse(
+        f"{option} for a job with {count} losses",
+        found=f"its optimizers have their own losses, which trimtab does not run with {option}",
+        cure=f"Leave {option} out.",
+    )
+
+
 def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
     model: nn.Module,
     setting: Setting,
@@ -259,6 +307,7 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
     statistics: SharedStatistics | None,
+    beside: Any,
 ) -> Gradients:
     """Return the gradient storage: sharded, in buckets that ranks sum, or as autograd makes them."""
     if strategy_of(setting).is_sharded:
@@ -270,6 +319,8 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
             alone=setting.gpus == 1,
             mid_backward=mid_backward,
             statistics=statistics,
+            parameters=parameters,
+            beside=beside,
         )
     if mid_backward is not None:
         callback = mid_backward
@@ -277,8 +328,9 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
             parameter.register_post_accumulate_grad_hook(lambda _: callback())
     if setting.gpus == 1:
         return LocalGradients(parameters)
+    own = set(map(id, parameters))
     summed = (
-        reduced(model)
+        [entry for entry in reduced(model) if id(entry[0]) in own]
         if reduced is not None
         else [(parameter, None, setting.gpus) for parameter in parameters]
     )
@@ -287,8 +339,13 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
     return Reducer(summed, equal_micro_batches=setting.mesh.pp > 1)
 
 
-def compute_loss(state: PreparedJob, batch: Any) -> torch.Tensor:
-    """Compute the loss of one micro-batch; for a pipeline stage but the last, its output."""
+def compute_loss(
+    state: PreparedJob, batch: Any, own: Callable[[Any, Any], Any] | None = None
+) -> torch.Tensor:
+    """Compute the loss of one micro-batch; for a pipeline stage but the last, its output.
+
+    `own` is the loss of an optimizer, by default the job's loss.
+    """
     half = autocast_dtype(state.setting)
     with torch.autocast(state.device, dtype=half, enabled=half is not None):
         if state.branch:
@@ -301,7 +358,7 @@ def compute_loss(state: PreparedJob, batch: Any) -> torch.Tensor:
         elif samples := count_cached_samples(state.job, state.setting.micro_batch, state.setting.gpus):
             loss = forward_twice(state.job, state.model, batch, samples, check_loss)
         else:
-            loss = loss_function(state.job)(state.model, batch)
+            loss = (own or loss_function(state.job))(state.model, batch)
     check_loss(loss)
     return loss
 
@@ -313,29 +370,47 @@ def run_step(
     clip: float | None = None,
     between: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """Run one optimizer step over micro-batches of one size; return the mean loss.
+    """Run one optimizer step over micro-batches of one size; return the mean loss, of the first loss.
 
-    `between` is called between the forward and the backward pass of each micro-batch.
+    If the job has several losses, all of them are computed, in turn. `between` is called between the forward
+    and the backward pass of each micro-batch.
     """
+    losses = []
+    for phase in state.phases:
+        phase.enter()
+        losses.append(_run_phase(state, phase, batches, clip=clip, between=between))
+        phase.leave()
+    if state.after_step is not None:
+        with torch.no_grad():
+            state.after_step(state.model)
+    return losses[0]
+
+
+def _run_phase(
+    state: PreparedJob,
+    phase: UpdatePhase,
+    batches: Sequence[Any],
+    *,
+    clip: float | None,
+    between: Callable[[], None] | None,
+) -> torch.Tensor:
+    """Compute one loss over all micro-batches and update its parameters; return the mean loss."""
     scale = LOSS_SCALE if state.setting.dtypes.scales_loss else 1.0
     count = len(batches)
-    state.gradients.start_attempt()
+    phase.gradients.start_attempt()
     losses = []
     for number, batch in enumerate(batches):
-        state.gradients.prepare_micro_batch(number, count)
+        phase.gradients.prepare_micro_batch(number, count)
         if state.compiling is not None:
             state.compiling.prepare_for(state.setting.micro_batch, state.setting.micro_batch)
-        loss = compute_loss(state, batch)
+        loss = compute_loss(state, batch, phase.loss)
         if between is not None:
             between()
         _backward(state, loss, scale / count)
         losses.append(loss.detach())
         del loss
-    state.gradients.finish_attempt(None, count)
-    update_weights(state, scale, clip)
-    if state.after_step is not None:
-        with torch.no_grad():
-            state.after_step(state.model)
+    phase.gradients.finish_attempt(None, count)
+    update_weights(state, phase, scale, clip)
     return losses[0] if count == 1 else torch.stack(losses).mean()
 
 
@@ -347,20 +422,25 @@ def _backward(state: PreparedJob, loss: torch.Tensor, weight: float) -> None:
         (loss if weight == 1.0 else loss * weight).backward()
 
 
-def update_weights(state: PreparedJob, scale: float, clip: float | None) -> None:
-    """Unscale and clip the gradients (in the optimizer's kernel if it supports that), then update."""
-    optimizer = state.optimizer
-    device = state.parameters[0].device
+def update_weights(state: PreparedJob, phase: UpdatePhase, scale: float, clip: float | None) -> None:
+    """Unscale and clip the gradients (in the optimizers' kernels if all support that), then update."""
+    optimizers = [named.optimizer for named in phase.optimizers]
+    device = phase.parameters[0].device
     divisor = None
     if clip is not None:
-        norm = state.gradients.squared_norm().sqrt() / scale
+        norm = phase.gradients.squared_norm().sqrt() / scale
         divisor = scale * torch.clamp(norm / clip, min=1.0)
     elif scale != 1.0:
         divisor = torch.full((), scale, dtype=torch.float64, device=device)
-    fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    if divisor is None:
-        optimizer.step()
-    elif fused and device.type == "cuda" and not strategy_of(state.setting).is_sharded:
+    fused = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
+    in_kernel = fused and device.type == "cuda" and not strategy_of(state.setting).is_sharded
+    if divisor is not None and not in_kernel:
+        gradients = phase.gradients.local_gradients()
+        torch._foreach_mul_(gradients, (1.0 / divisor).to(gradients[0].dtype))
+    for optimizer in optimizers:
+        if divisor is None or not in_kernel:
+            optimizer.step()
+            continue
         # The kernel reads both on the device, so that the host does not wait.
         optimizer.grad_scale = divisor.float()
         optimizer.found_inf = torch.zeros((), device=device)
@@ -368,10 +448,6 @@ def update_weights(state: PreparedJob, scale: float, clip: float | None) -> None
             optimizer.step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-    else:
-        gradients = state.gradients.local_gradients()
-        torch._foreach_mul_(gradients, (1.0 / divisor).to(gradients[0].dtype))
-        optimizer.step()
 
 
 def check_loss(loss: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, WrongUse, find_nearest
 from trimtab.jobs.job import Job, has_embeddings
+from trimtab.jobs.optimizers import has_optimizers
 from trimtab.jobs.options import list_options, set_options
 from trimtab.jobs.registry import BUILT_IN, FOLDER, FOLDER_JOB, BuiltInJob, base_name
 
@@ -148,8 +149,9 @@ def _build_job(job: Any, name: str) -> Any:
 
 def check_job(job: Any, name: str) -> Any:
     """Return the job if it has the members that a job needs; raise JobFailed otherwise."""
-    # embed() and loss_of() together take the place of loss().
-    required = [member for member in REQUIRED if member != "loss" or not has_embeddings(job)]
+    # embed() and loss_of() together take the place of loss(), and so do the losses of optimizers().
+    is_optional = has_embeddings(job) or has_optimizers(job)
+    required = [member for member in REQUIRED if member != "loss" or not is_optional]
     lacking = [member for member in required if not callable(getattr(job, member, None))]
     lacking += [member for member in required if getattr(type(job), member, None) is getattr(Job, member)]
     if "loss" in lacking:
@@ -170,7 +172,7 @@ def check_job(job: Any, name: str) -> Any:
 
 
 def _is_job(value: Any) -> bool:
-    needed = ("model", "batch") if has_embeddings(value) else REQUIRED
+    needed = ("model", "batch") if has_embeddings(value) or has_optimizers(value) else REQUIRED
     return isinstance(value, type) and all(callable(getattr(value, member, None)) for member in needed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse, shorten
@@ -39,6 +41,12 @@ class JobSpec(Noun, frozen=True, kw_only=True):
     """Further options of `trimtab train`."""
 
     @property
+    def name(self) -> str:
+        """The name for a scheduler: the job, or the script of a training command."""
+        script = self.plan.script
+        return self.plan.job if script is None else name_command(script.words)
+
+    @property
     def title(self) -> str:
         """The name for people."""
         return f"{self.plan.job}: {self.plan.choice.strategy}, {_count_processes(self.resources)}"
@@ -50,6 +58,17 @@ class JobSpec(Noun, frozen=True, kw_only=True):
             for name in ("program", "plan_file", "out", "folder")
             if not getattr(self, name)
         ]
+
+
+def name_command(words: tuple[str, ...]) -> str:
+    """Return the name of a training command for its folder: that of its script.
+
+    >>> name_command(("torchrun", "--nproc-per-node", "4", "src/train.py", "--lr", "1"))
+    'train'
+    """
+    script = next((word for word in words if word.endswith(".py")), "")
+    module = next((second for first, second in pairwise(words) if first == "-m"), "")
+    return Path(script).stem if script else module.rpartition(".")[2] or "command"
 
 
 def _count_processes(resources: Resources) -> str:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
-from trimtab.launching.job_spec import PROGRAM, JobSpec, build_environment, build_train_command
+from trimtab.launching.commands import build_command_launch, build_command_sbatch, refuse_kind
+from trimtab.launching.job_spec import (
+    PROGRAM,
+    JobSpec,
+    build_environment,
+    build_train_command,
+    name_command,
+)
 from trimtab.launching.manifests import build_indexed_job, build_sky_task, build_train_job
 from trimtab.launching.quoting import check_path
 from trimtab.launching.resources import compute_resources
@@ -236,14 +243,15 @@ def build_job_spec(
     order: LaunchOrder, plan: Plan, plan_file: str | None, defaults: LaunchDefaults
 ) -> JobSpec:
     """Build the job spec for a plan that is in a file or not yet."""
-    out = str(choose_run_folder(order.out, plan.job))
+    name = plan.job if plan.script is None else name_command(plan.script.words)
+    out = str(choose_run_folder(order.out, name))
     if order.compares:
         out += f"-{plan.choice.gpus}gpu{'s' * (plan.choice.gpus > 1)}"
     check_path("--out", out)
     shared = order.kind is LaunchKind.SLURM
     absolute = order.kind in (LaunchKind.SLURM, LaunchKind.SKY)
     file = plan_file or f"{out}/{PLAN}"
-    steps = () if order.steps is None else ("--steps", str(order.steps))
+    steps = () if order.steps is None or plan.script is not None else ("--steps", str(order.steps))
     # Nodes share files with this machine; what is activated there brings its own program.
     program = (PROGRAM,) if defaults.activate or not shared else (order.python, "-m", PROGRAM)
     return JobSpec(
@@ -270,13 +278,17 @@ def build_launch(  # noqa: PLR0913 - an order and the world it is for
     here: Mapping[str, str],
 ) -> Launch:
     """Build the launch for a plan."""
+    if plan.script is not None:
+        refuse_kind(order.kind, order.extra)
     what = build_job_spec(order, plan, plan_file, defaults)
     files = {} if plan_file is not None else {what.plan_file: plan.to_json(indent=2) + "\n"}
     if order.kind is LaunchKind.SLURM:
         script = f"{what.out}/{SCRIPTS[order.kind]}"
-        launch = build_sbatch_launch(
-            what, defaults, site, script_file=script, time=order.time, silence=silence
-        )
+        build = build_sbatch_launch if plan.script is None else build_command_sbatch
+        launch = build(what, defaults, site, script_file=script, time=order.time, silence=silence)
+    elif plan.script is not None:
+        launch = build_command_launch(what, defaults, cores=cores, here=here)
+        files = {}
     elif order.kind in MANIFESTS:
         script = f"{what.out}/{SCRIPTS[order.kind]}"
         launch = MANIFESTS[order.kind](what, defaults, script_file=script)

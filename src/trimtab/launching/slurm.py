@@ -213,6 +213,14 @@ fi
 exit "$code"'''
 
 
+class SbatchBody(Noun, frozen=True, kw_only=True):
+    """What a batch script runs, and the signal that it gets before its time limit."""
+
+    lines: tuple[str, ...]
+    signal: str = ""
+    """As sbatch takes it: USR1@120; empty for none."""
+
+
 def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
     job_spec: JobSpec,
     defaults: LaunchDefaults,
@@ -221,8 +229,13 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
     script_file: str,
     time: str | None = None,
     silence: str = "",
+    body: SbatchBody | None = None,
 ) -> Launch:
-    """Build the script of a job, checked against the cluster; `silence` is why it was not checked."""
+    """Build the script of a job, checked against the cluster; `silence` is why it was not checked.
+
+    Without a `body` it runs `trimtab train`, which saves at a signal and is queued again.
+    """
+    body = body or SbatchBody(lines=(HEAD, "", _srun_command(job_spec), TAIL), signal=f"USR1@{WARNING_S}")
     check_path("script", script_file)
     resources = job_spec.resources
     partition = None if site is None else choose_partition(site, defaults.partition, resources)
@@ -235,7 +248,7 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
     memory, memory_note = _host_memory(resources, node, cpus)
     gpus, gpu_note = _gpu_options(resources, site, partition)
     options = [
-        batch_option("job-name", make_label(f"{JOB_NAME_PREFIX}{job_spec.plan.job}")),
+        batch_option("job-name", make_label(f"{JOB_NAME_PREFIX}{job_spec.name}")),
         batch_option("comment", f"{JOB_COMMENT_PREFIX}{job_spec.out}"),
         *_name_option("partition", partition.name if partition else defaults.partition),
         *_name_option("account", defaults.account),
@@ -250,11 +263,11 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
         batch_option("chdir", job_spec.folder),
         batch_option("output", f"{escape_percent(job_spec.out)}/slurm-%j.log"),
         batch_option("open-mode", "append"),
-        batch_option("signal", f"USR1@{WARNING_S}"),
+        *([batch_option("signal", body.signal)] if body.signal else []),
         "#SBATCH --requeue",
         *(f"#SBATCH {_own_option(option)}" for option in defaults.sbatch),
     ]
-    body = [
+    lines = [
         "set -uo pipefail",
         *_setup_lines(defaults),
         *(
@@ -262,10 +275,7 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
             for name, (value, why) in given.items()
         ),
         "",
-        HEAD,
-        "",
-        _srun_command(job_spec),
-        TAIL,
+        *body.lines,
     ]
     about = [format_comment(job_spec.title), format_comment(f"Submit with: sbatch {shell_word(script_file)}")]
     notes = (limit_note, memory_note, gpu_note, _place_note(partition, silence))
@@ -274,7 +284,7 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
         command=("sbatch", "--parsable", script_file),
         environment={name: value for name, (value, _) in given.items()},
         why={name: why for name, (_, why) in given.items()},
-        script="\n".join(["#!/bin/bash", *about, *options, "", *body]) + "\n",
+        script="\n".join(["#!/bin/bash", *about, *options, "", *lines]) + "\n",
         script_file=script_file,
         out=job_spec.out,
         notes=tuple(note for note in notes if note),

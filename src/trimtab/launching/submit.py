@@ -175,4 +175,13 @@ def run_launch(launch: Launch, here: Mapping[str, str]) -> Launch:
 
 def _command_words(launch: Launch) -> list[str]:
     words = list(launch.command)
-    return [sys.executable, "-m", *words] if words[0] == PROGRAM else words
+    if words[0] == PROGRAM:
+        return [sys.executable, "-m", *words]
+    program = shutil.which(words[0])
+    if program is None:
+        raise EnvironmentFault(
+            words[0],
+            found="there is no such program on PATH",
+            cure="Activate the environment that has it; nothing was started.",
+        )
+    return [program, *words[1:]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from trimtab.cache import fingerprint
 from trimtab.errors import BrokenFile, UnknownName, WrongUse
 from trimtab.jobs.load import find_job_name
 from trimtab.planner.estimator_interface import available_bytes
@@ -131,11 +133,23 @@ def _check_memory(plan: Plan, cluster: Cluster) -> list[str]:
 def refuse_stale(plan: Plan, origin: str, wrong: list[str]) -> None:
     """Raise if there are changes since the plan was made."""
     if wrong:
+        again = f"trimtab plan {plan.job}{_on_option(plan)} --out {origin}"
+        if plan.script is not None:
+            again = f"trimtab plan{_on_option(plan)} --out {origin} -- {plan.script.original}"
         raise WrongUse(
-            f"plan {origin}",
-            found="it is stale: " + "; ".join(wrong),
-            cure=f"Plan again: trimtab plan {plan.job}{_on_option(plan)} --out {origin}",
+            f"plan {origin}", found="it is stale: " + "; ".join(wrong), cure=f"Plan again: {again}"
         )
+
+
+def check_script_plan(plan: Plan, origin: str, cluster: Cluster | None = None) -> None:
+    """Raise if the files of a training command, the versions or the cluster are not what its plan assumed."""
+    now = dict(read_versions())
+    for key in plan.fingerprints:
+        if key.startswith(FILE_PREFIX):
+            file = Path(plan.folder, key.removeprefix(FILE_PREFIX))
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                now[key] = fingerprint(file.read_text(encoding="utf-8"))
+    refuse_stale(plan, origin, list_changes(plan, now, cluster))
 
 
 def _on_option(plan: Plan) -> str:
@@ -176,6 +190,15 @@ def check_plan(
     """
     from trimtab.probe.detect import as_cluster
 
+    if plan.script is not None:
+        if job is not None:
+            raise WrongUse(
+                f"plan {origin}",
+                found="it is for a training command, not for a job",
+                cure=f"Type its command: {plan.script.command}",
+            )
+        check_script_plan(plan, origin, None if on is None else as_cluster(on))
+        return
     name, overrides = find_job_name(plan.job if job is None else job)
     workload = summarize_job(name, overrides or plan.options)
     if plan.workload is not None:
@@ -194,6 +217,9 @@ def read_checked_plan(file: Path) -> tuple[Plan, str]:
     at which its job was found.
     """
     plan = read_plan_file(file)
+    if plan.script is not None:
+        check_script_plan(plan, str(file))
+        return plan, ""
     prefix, place, rest = _split_job(plan.job)
     if not place:
         try:

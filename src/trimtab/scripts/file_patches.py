@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import zipfile
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from trimtab.scripts.observer import SAVE, Observer, put
 from trimtab.trace.fake_cuda import MODULE_PATCHES
+
+SAVED_KEY = "trimtab_saved_object"
 
 
 def patch_files(observer: Observer, fake_mode: Any) -> None:
     """Watch checkpoints, and read weights without their data."""
     original_save, original_load = torch.save, torch.load
 
+    saved: dict[str, Any] = {}
+
     @functools.wraps(original_save)
-    def save(*args: Any, **kwargs: Any) -> Any:
+    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
         if observer.windows:
             observer.open_window(SAVE)
-        out = original_save(*args, **kwargs)
+        # Tensors without memory cannot be written: the file holds a key, and loading it finds the object.
+        key = str(len(saved))
+        saved[key] = tree_map(functools.partial(_drop_memory, fake_mode), obj)
+        out = original_save({SAVED_KEY: key}, *args, **kwargs)
         observer.check_time()
         return out
 
@@ -32,17 +42,26 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
             # Map the file: pages are read only if something needs their values.
             kwargs["mmap"] = zipfile.is_zipfile(f)
         kwargs["map_location"] = kwargs.get("map_location") if callable(kwargs.get("map_location")) else "cpu"
-        return original_load(f, *args, **kwargs)
+        found = original_load(f, *args, **kwargs)
+        return saved[found[SAVED_KEY]] if isinstance(found, dict) and SAVED_KEY in found else found
 
     put(torch, "save", save)
     put(torch, "load", load)
     for module in IDENTIFYING_MODULES:
         MODULE_PATCHES[module] = _patch_storage_ids
-    _patch_safetensors(fake_mode)
+    _patch_safetensors(observer, fake_mode)
 
 
-def _patch_safetensors(fake_mode: Any) -> None:
-    """Return tensors of safetensors files without their data."""
+def _drop_memory(fake_mode: Any, leaf: Any) -> Any:
+    """Return a tensor on the CPU without memory, for one that is saved."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf.detach().clone() if type(leaf) is torch.Tensor else leaf
+    with _disable_current_modes(), fake_mode:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+
+
+def _patch_safetensors(observer: Observer, fake_mode: Any) -> None:
+    """Return tensors of safetensors files without their data, and write such files."""
     try:
         import safetensors
         import safetensors.torch
@@ -53,6 +72,33 @@ def _patch_safetensors(fake_mode: Any) -> None:
     _patch_storage_ids(safetensors.torch)
     for place in (safetensors, safetensors.torch):
         put(place, "safe_open", WeightFile)
+    names = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+
+    def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+        if observer.windows:
+            observer.open_window(SAVE)
+        write_hollow_weights(tensors, filename, metadata, names)
+        observer.check_time()
+
+    put(safetensors.torch, "save_file", save_file)
+
+
+def write_hollow_weights(tensors: Any, filename: Any, metadata: Any, names: dict[Any, str]) -> None:
+    """Write a safetensors file with the names and shapes of tensors, and a hole where their data would be."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(header).encode()
+    with open(filename, "wb") as file:  # noqa: PTH123 - the script's own kind of name
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
 
 
 IDENTIFYING_MODULES = ("transformers.pytorch_utils", "accelerate.utils.modeling", "safetensors.torch")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from trimtab.scripts.moved_parameters import apply_to_module
 from trimtab.scripts.observer import Observer, put
 from trimtab.units import MIB
 
@@ -79,6 +80,7 @@ def _patch_sharding(observer: Observer) -> None:
         return original(*args, **kwargs)
 
     put(fsdp, "fully_shard", fully_shard)
+    _patch_moves_to_gpu()
     init = fsdp.FullyShardedDataParallel.__init__
 
     @functools.wraps(init)
@@ -87,6 +89,28 @@ def _patch_sharding(observer: Observer) -> None:
         init(module, *args, **kwargs)
 
     put(fsdp.FullyShardedDataParallel, "__init__", wrap)
+
+
+def _patch_moves_to_gpu() -> None:
+    """Let `fully_shard` move a model from the CPU to the GPU."""
+    from torch.distributed.fsdp import _fully_shard as package
+
+    original = package._fsdp_init._get_managed_states
+
+    @functools.wraps(original)
+    def get_managed_states(modules: Any, ignored_params: Any = None) -> Any:
+        ignored = ignored_params or set()
+
+        def move(tensor: Any) -> Any:
+            return tensor.cuda() if tensor.device.type == "cpu" and tensor not in ignored else tensor
+
+        for module in modules:
+            apply_to_module(module, move, recurse=False)
+        return original(modules, ignored_params)
+
+    for place in (package._fsdp_init, package._fully_shard):
+        if hasattr(place, original.__name__):
+            put(place, original.__name__, get_managed_states)
 
 
 def _keep_in(view: Any) -> Callable[[Any], None]:

@@ -83,17 +83,33 @@ def read_word(knobs: KnobSet, field: str) -> str | None:
     return max(scores, key=lambda word: scores[word]) if scores else None
 
 
+def observe(knobs: KnobSet, setting: Setting) -> KnobSet:
+    """Return the knobs with what a run of the command showed, where their own values do not say."""
+    words = {field: _word_of(setting, field) for field in WORDS}
+    counts = {"micro_batch": str(setting.micro_batch), "accumulation": str(setting.accumulation)}
+    filled = [
+        knob.replace(current=knob.words.get(words[knob.field]))
+        if knob.field in words and knob.current is None
+        else knob
+        for knob in knobs.knobs
+    ]
+    return knobs.replace(knobs=tuple(filled), observed=words | counts)
+
+
 def write_setting(
-    command: ScriptCommand, knobs: KnobSet, setting: Setting
+    command: ScriptCommand, knobs: KnobSet, setting: Setting, *, now: Setting | None = None
 ) -> tuple[ScriptCommand, tuple[str, ...]]:
     """Return the command line of a setting, and notes on what changed; raise what it cannot express.
 
-    The notes name each change: '--batch_size 64 -> 16'.
+    The notes name each change: '--batch_size 16 instead of --batch_size 64'. `now` is what the command
+    trains with: precision, recompute and compile are left alone where they are the same.
     """
     editor = OptionEditor(command)
     notes: list[str] = []
     after = _write_counts(editor, knobs, setting, notes)
     for field in WORDS:
+        if now is not None and _word_of(now, field) == _word_of(setting, field):
+            continue
         after = _write_word(editor, after, field, _word_of(setting, field), notes)
     changed = editor.command()
     if setting.data_parallel != knobs.world_size and command.world_size == knobs.world_size:

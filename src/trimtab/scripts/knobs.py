@@ -170,7 +170,7 @@ def find_knobs(command: ScriptCommand, sources: Sources | None = None) -> KnobSe
     """
     sources = sources or {}
     table = load_knob_table()
-    options = list(read_options(sources))
+    options = list(read_options(sources, command.arguments))
     families = find_families(sources)
     options += _family_options(families, command, options)
     options += list_typed_options(command, options, lambda name: table.find(name) is not None)
@@ -181,11 +181,11 @@ def find_knobs(command: ScriptCommand, sources: Sources | None = None) -> KnobSe
         if row is None or (option.names[0] == "-b" and len(option.names) == 1 and row.field != "batch"):
             continue
         knob = _make_knob(option, row, command, sources, families)
-        if knob is None:
+        if knob is None and row.field in WORDS and option.where != "the command line":
             notes.append(
                 f"{option.name}: its values are not known; to try some, give --vary {option.name}=A,B"
             )
-        else:
+        elif knob is not None:
             knobs.append(knob)
     knobs = _settle_batches(_choose_knobs(_settle_autocast(knobs)), sources, families)
     knobs += _launcher_knobs(command)
@@ -248,6 +248,9 @@ def _make_knob(
 ) -> ScriptKnob | None:
     """Return the knob of an option; None if it is not clear what to write."""
     if row.field in ("processes", "nodes") and "trainer." not in option.name and "lightning" not in families:
+        return None
+    if families & {"transformers", "trl"} and option.variable in ("dtype", "torch_dtype"):
+        # It is the dtype of the weights that are loaded; --bf16 sets how they are trained.
         return None
     typed = find_value(command, option)
     current = option.default if typed is None else typed

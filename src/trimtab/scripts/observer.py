@@ -166,6 +166,9 @@ class Observer:
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
+    _has_backward: bool = False
+    has_optimizer: bool = False
+    """Whether the script has made an optimizer of torch.optim."""
 
     def learn(self, name: str, value: Any, how: str = "") -> None:
         """Record a fact, how it was seen and at which line; what is seen first stays."""
@@ -183,6 +186,10 @@ class Observer:
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
         training = torch.is_grad_enabled()
+        if training and self._has_backward and not self.has_optimizer:
+            # The script changes its parameters itself: what it did after the backward pass was its step.
+            self._has_backward = False
+            self.end_step(None)
         key = (id(module), self._call_number if training else -1)
         self._call_number += 1
         signature = describe_inputs(args, kwargs)
@@ -222,7 +229,8 @@ class Observer:
         """Return whether the coming micro-batch repeats the ones before it."""
         units = self.units
         if self.is_over:
-            return True
+            # A script without an optimizer reads its gradients, and skipped calls leave none.
+            return self.has_optimizer
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
             return len(units) > 0
@@ -289,6 +297,7 @@ class Observer:
         """Note that a backward pass begins on the main thread."""
         self._forward_end = len(self.recorder.sequence)
         self._backward_depth += 1
+        self._has_backward = True
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended: it ends a micro-batch."""
@@ -310,14 +319,17 @@ class Observer:
         self._inputs = []
 
     def end_step(self, optimizer: Any) -> None:
-        """Note that an optimizer has stepped."""
+        """Note that an optimizer has stepped; None if the script changes its parameters without one."""
         if "step0" not in self.recorder.marks:
             return
-        if id(optimizer) not in self.optimizers:
-            self.optimizers[id(optimizer)] = optimizer
-            self.learn("optimizer", describe_optimizer(optimizer))
         self.label_weights()
-        self._label_optimizer(optimizer)
+        if optimizer is None:
+            self.learn("optimizer", "none", "the script changes its parameters itself")
+        else:
+            if id(optimizer) not in self.optimizers:
+                self.optimizers[id(optimizer)] = optimizer
+                self.learn("optimizer", describe_optimizer(optimizer))
+            self._label_optimizer(optimizer)
         self._first = self._first or id(optimizer)
         if id(optimizer) != self._first:
             return

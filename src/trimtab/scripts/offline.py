@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from trimtab.scripts.sandbox_record import SandboxRecord
 
 REASON = "trimtab keeps scripts off the network"
+
+DEAD_PROXY = "http://127.0.0.1:9"
 
 OFFLINE_SWITCHES = {
     # Hugging Face: cached models and data sets are found, nothing is downloaded.
@@ -123,6 +126,12 @@ def cut_network(record: SandboxRecord) -> dict[int, Any]:
 
         setattr(socket.socket, name, method)
 
+    for name in ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy"):
+        # For native libraries and programs: os.environ keeps its values, so that Python's own attempts fail
+        # with the reason. The port is the one that discards everything; hardly any machine has it open.
+        os.putenv(name, DEAD_PROXY)
+        os.putenv(name.upper(), DEAD_PROXY)
+    os.putenv("no_proxy", "localhost,127.0.0.1,::1")
     guard_method("connect", 0)
     guard_method("connect_ex", 0)
     guard_method("sendmsg", 3)

@@ -71,9 +71,9 @@ class Overlay:
         """Real file or folder that the script moved to a path."""
         self.links: dict[str, str] = {}
         """Symbolic links that the script made."""
-        self.is_changed = False
-        """Whether the script changed anything yet; before, every path is real."""
         self._targets: dict[str, str | None] = {}
+        self._folders: dict[str, str] = {}
+        """Resolved paths of folders; emptied by every change of a link or a name."""
         _make_folders(self.upper)
 
     # Paths.
@@ -100,12 +100,23 @@ class Overlay:
         A link at the end of the path stays with `follow=False`.
         """
         whole = path if path.startswith("/") else f"{self.getcwd()}/{path}"
-        left = [part for part in whole.split("/") if part not in ("", ".")]
-        left.reverse()
-        current, links = "", 0
+        parent, _, name = whole.rstrip("/").rpartition("/")
+        if name in ("", ".", ".."):
+            return self._walk("", whole, follow=follow)
+        if parent not in self._folders:
+            self._folders[parent] = self._walk("", parent, follow=True).rstrip("/")
+        return self._walk(self._folders[parent], name, follow=follow)
+
+    def _walk(self, current: str, path: str, *, follow: bool) -> str:
+        """Go from a resolved folder along a path, and return where it ends."""
+        left, links = path.split("/")[::-1], 0
         while left:
             part = left.pop()
+            if part in ("", "."):
+                continue
             if part == "..":
+                if current and not self.is_folder(current):
+                    raise self.missing_error(f"{current}/..", path)
                 current = current.rpartition("/")[0]
                 continue
             step = f"{current}/{part}"
@@ -116,7 +127,7 @@ class Overlay:
             links += 1
             if links > MOST_LINKS:
                 raise make_error(errno.ELOOP, path)
-            left.extend(reversed([name for name in target.split("/") if name not in ("", ".")]))
+            left.extend(target.split("/")[::-1])
             current = "" if target.startswith("/") else current
         current = current or "/"
         return current[len(self.upper) :] or "/" if is_below(current, self.upper) else current
@@ -124,8 +135,6 @@ class Overlay:
     def _link_target(self, path: str) -> str | None:
         if path in self.links:
             return self.links[path]
-        if self.is_changed and _lstat(self.upper + path) is not None:
-            return None
         lower = self.lower(path)
         if lower is None:
             return None
@@ -136,7 +145,9 @@ class Overlay:
                 if error.errno != errno.EINVAL:
                     return None
                 self._targets[lower] = None
-        return self._targets[lower]
+        target = self._targets[lower]
+        is_replaced = target is not None and _lstat(self.upper + path) is not None
+        return None if is_replaced else target
 
     def lower(self, path: str) -> str | None:
         """Return the user's own file behind a resolved path; None if the script removed it."""
@@ -154,7 +165,8 @@ class Overlay:
 
     def find(self, path: str, *, follow: bool = True) -> str:
         """Return where the file of a path really is, to read it."""
-        if not self.is_changed or self.is_real(whole := self.absolute(path)):
+        whole = self.absolute(path)
+        if self.is_real(whole):
             return path
         resolved = self.resolve(whole, follow=follow)
         if self.is_real(resolved):
@@ -164,7 +176,7 @@ class Overlay:
             return upper
         lower = self.lower(resolved)
         # A path that does not exist, so that the caller gets the usual error.
-        return upper if lower is None else path if lower == resolved else lower
+        return upper if lower is None else path if lower == whole else lower
 
     def state(self, resolved: str) -> os.stat_result | None:
         """Return the status of a resolved path as the script sees it; None if it does not exist."""
@@ -196,7 +208,7 @@ class Overlay:
         if self.is_real(resolved):
             return resolved
         status = self.state(resolved)
-        if status is not None and exclusive:
+        if exclusive and (status is not None or self.state(self.resolve(whole, follow=False)) is not None):
             raise make_error(errno.EEXIST, path)
         if status is None and not create:
             raise self.missing_error(resolved, path)
@@ -209,7 +221,6 @@ class Overlay:
         self._make_parents(resolved, path)
         if keep and is_new and (lower := self.lower(resolved)) is not None and status is not None:
             self._copy(lower, upper, status.st_size)
-        self.is_changed = True
         return upper
 
     def _copy(self, lower: str, upper: str, size: int) -> None:
@@ -226,12 +237,10 @@ class Overlay:
         if not self.is_folder(parent):
             raise self.missing_error(resolved, path)
         _make_folders(self.upper + parent)
-        self.is_changed = True
 
     def make_folder(self, resolved: str) -> None:
         """Make the script's own version of a folder that exists for it."""
         _make_folders(self.upper + resolved)
-        self.is_changed = True
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
         """Make a folder."""
@@ -242,6 +251,7 @@ class Overlay:
         if self.state(resolved) is not None:
             raise make_error(errno.EEXIST, path)
         self._make_parents(resolved, path)
+        self._folders.clear()
         return real.mkdir(self.upper + resolved)
 
     def unlink(self, path: str) -> None:
@@ -276,9 +286,9 @@ class Overlay:
 
     def _hide(self, resolved: str) -> None:
         """Hide the user's own file at a path, and forget what was moved or linked there."""
-        self.is_changed = True
         self.links.pop(resolved, None)
         self.moved.pop(resolved, None)
+        self._folders.clear()
         lower = self.lower(resolved)
         if lower is not None and _lstat(lower) is not None:
             self.hidden.add(resolved)
@@ -359,6 +369,7 @@ class Overlay:
         self._make_parents(resolved, path)
         real.symlink(target, self.upper + resolved)
         self.links[resolved] = target
+        self._folders.clear()
         return None
 
     def link(self, source: str, path: str) -> None:
@@ -371,12 +382,15 @@ class Overlay:
             raise self.missing_error(first, source, path)
         if self.state(second) is not None:
             raise make_error(errno.EEXIST, source, path)
-        if _is_folder(found):
+        kind = stat_modes.S_IFMT(real.lstat(found).st_mode)
+        if kind == stat_modes.S_IFDIR:
             raise make_error(errno.EPERM, source, path)
+        if kind == stat_modes.S_IFLNK:
+            return self.symlink(real.readlink(found), path)
         self._make_parents(second, path)
-        if not is_below(found, self.scratch) and not stat_modes.S_ISLNK(real.lstat(found).st_mode):
+        if not is_below(found, self.scratch):
             found = self.prepare_write(first, keep=True, create=False)
-        return real.link(found, self.upper + second, follow_symlinks=False)
+        return real.link(found, self.upper + second)
 
     # Folders.
 
@@ -400,8 +414,6 @@ class Overlay:
 
     def is_merged(self, path: str) -> bool:
         """Return whether a folder differs from the user's own."""
-        if not self.is_changed:
-            return False
         resolved = self.resolve(path)
         if self.is_real(resolved):
             return False

@@ -31,6 +31,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+SANDBOX_VARIABLE = "TRIMTAB_SANDBOX"
+"""Environment variable for Pythons that the script starts: the scratch folder, and folders that stay real."""
+STARTUP = """\
+import sys
+try:
+    from trimtab.scripts.sandbox import join_sandbox
+except ImportError:
+    pass  # a Python without trimtab: the kernel guards it
+else:
+    join_sandbox()
+# This file hides another of the same name, if there is one: run that as well.
+sys.path[:] = [path for path in sys.path if path != {folder!r}]
+own = sys.modules.pop("sitecustomize", None)
+try:
+    import sitecustomize
+except ImportError:
+    sys.modules["sitecustomize"] = own
+"""
 KEEPS_BUILTINS = frozenset({"posix", "_io", "trimtab.scripts.overlay"})
 """Modules whose names are left alone: Python's importer and the overlay need the real functions."""
 
@@ -64,7 +82,26 @@ def install_sandbox(
     rebind(replacements)
     _rebind_defaults(tempfile._TemporaryFileCloser, replacements)  # type: ignore[attr-defined]
     _guard(overlay, record, allowed)
+    _reach_children(overlay, allowed)
     return record
+
+
+def _reach_children(overlay: Overlay, writable: Sequence[str]) -> None:
+    """Have every Python that the script starts join this sandbox: it runs sitecustomize first."""
+    folder = os.path.join(overlay.scratch, "python")
+    os.makedirs(folder, exist_ok=True)
+    with real.open_file(os.path.join(folder, "sitecustomize.py"), "w", encoding="utf-8") as file:
+        file.write(STARTUP.format(folder=folder))
+    os.environ[SANDBOX_VARIABLE] = os.pathsep.join([overlay.scratch, *writable])
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != folder]
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
+
+
+def join_sandbox() -> None:
+    """Install the sandbox that the environment names, in a Python that a script started."""
+    scratch, *writable = os.environ.get(SANDBOX_VARIABLE, "").split(os.pathsep)
+    if scratch and os.path.isdir(scratch):
+        install_sandbox(Path(scratch), writable=[Path(path) for path in writable])
 
 
 def _guard(overlay: Overlay, record: SandboxRecord, writable: Sequence[str]) -> None:

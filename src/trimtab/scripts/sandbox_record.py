@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 MOST_RECORDED = 1000
 """Later writes to new paths are only counted."""
+SCRIPT, OTHER, LIBRARY = 0, 1, 2
+"""Kinds of files, the one that says most to the user first."""
 OWN_FOLDER = str(Path(__file__).parent.parent)
 LIBRARY_FOLDERS = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -32,19 +35,28 @@ def find_user_line(script: str = "") -> str:
     That is the innermost frame of the script itself, else of a file outside Python and its installed
     packages, else the innermost frame outside trimtab.
     """
-    wanted = os.path.basename(script) if script else ""
+    candidates = _find_lines(sys._getframe(1), script)
+    main = threading.main_thread()
+    if candidates.keys() == {LIBRARY} and threading.current_thread() is not main:
+        # A thread of a library writes for the script: say where the script is now. No name is given to the
+        # frame here, or it would keep the script's open files alive.
+        candidates |= _find_lines(sys._current_frames().get(main.ident or 0), script)
+    return candidates[min(candidates)] if candidates else ""
+
+
+def _find_lines(frame: FrameType | None, script: str) -> dict[int, str]:
+    """Return the innermost line of each kind of file, from a frame outwards."""
+    wanted = os.path.basename(script)
     candidates: dict[int, str] = {}
-    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(OWN_FOLDER):
             is_library = name.startswith(LIBRARY_FOLDERS) or "/site-packages/" in name
-            kind = 2 if is_library else 1
-            if wanted and os.path.basename(name) == wanted and not is_library:
-                kind = 0
+            is_script = wanted and os.path.basename(name) == wanted
+            kind = LIBRARY if is_library else SCRIPT if is_script else OTHER
             candidates.setdefault(kind, f"{_shorten(name)}:{frame.f_lineno}")
         frame = frame.f_back
-    return candidates[min(candidates)] if candidates else ""
+    return candidates
 
 
 def _shorten(name: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -83,8 +83,10 @@ _DATACLASS_PARSERS = {"HfArgumentParser", "TrlParser", "add_arguments", "cli", "
 _ENVIRONMENT = {"environ.get", "getenv", "environ.setdefault"}
 
 
-def read_options(sources: Sources) -> tuple[ScriptOption, ...]:
+def read_options(sources: Sources, config_files: Sequence[str] = ()) -> tuple[ScriptOption, ...]:
     r"""Return the options of a script, each once; a file that is not Python is left out.
+
+    `config_files` are files of `sources` that the command names, in the order in which they count.
 
     >>> text = "import argparse\np = argparse.ArgumentParser()\np.add_argument('-b', type=int, default=8)"
     >>> [(option.names, option.default) for option in read_options({"train.py": text})]
@@ -107,6 +109,9 @@ def read_options(sources: Sources) -> tuple[ScriptOption, ...]:
     for option in (*_read_dataclasses(files), *_read_cfg_nodes(files), *_read_hydra(files, sources)):
         options.setdefault(option.names, option)
     changed = {name: value for file in files for name, value in _read_set_defaults(file)}
+    if files and "configurator.py" in files[0].text:
+        for path in config_files:
+            changed |= read_config_globals(sources.get(path, ""))
     return tuple(
         option.replace(default=changed[option.variable]) if option.variable in changed else option
         for option in options.values()
@@ -123,6 +128,9 @@ def find_families(sources: Sources) -> frozenset[str]:
     }
     families = {name for name, mark in marks.items() if re.search(mark, text)}
     parsed = " ".join(re.findall(r"(?:HfArgumentParser|TrlParser)\s*\(([^)]*)\)", text))
+    if parsed and not re.search(r"\b[A-Z]\w+", parsed):
+        # The classes are in a variable.
+        parsed = text
     for name, classes in (("transformers", TRANSFORMERS_CLASSES), ("trl", TRL_CLASSES)):
         # A subclass that is defined in the script has all options too.
         own = re.findall(rf"class\s+(\w+)\s*\([^)]*\b{classes}\b[^)]*\)", text)
@@ -164,6 +172,11 @@ def find_assignments(names: frozenset[str], sources: Sources) -> dict[str, tuple
             pairs: list[tuple[str, ast.expr]] = []
             if isinstance(node, ast.Assign):
                 pairs = [(_last_name(target), node.value) for target in node.targets]
+            elif isinstance(node, ast.Dict):
+                keys = [file.constant(key) for key in node.keys]
+                pairs = [
+                    (key, value) for key, value in zip(keys, node.values, strict=True) if isinstance(key, str)
+                ]
             elif isinstance(node, ast.Call):
                 pairs = [(word.arg, word.value) for word in node.keywords if word.arg]
             for name, value in pairs:
@@ -504,19 +517,27 @@ def _read_globals(file: ScriptFile) -> Iterator[ScriptOption]:
         return
     for node in file.tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if not isinstance(target, ast.Name) or target.id.startswith("_"):
+        if not isinstance(target, ast.Name) or not isinstance(node, ast.Assign) or target.id.startswith("_"):
             continue
-        default = file.constants.get(target.id)
-        if isinstance(default, bool | int | float | str):
+        default = sample = file.constants.get(target.id)
+        if isinstance(node.value, ast.IfExp):
+            # The type is known, and which of the two values it has is not.
+            sample = file.constant(node.value.body)
+        if isinstance(sample, bool | int | float | str):
             yield ScriptOption(
                 names=(f"--{target.id}",),
                 form=OptionForm.JOINED,
-                value=_value_of_type("", default),
-                default=str(default),
+                value=_value_of_type("", sample),
+                default=_text_of(default),
                 help=_comment_of(file, node.lineno),
                 where=file.place(node),
                 variable=target.id,
             )
+
+
+def read_config_globals(text: str) -> dict[str, str]:
+    """Return the constants of a Python config such as nanoGPT's config/train_gpt2.py, by name."""
+    return {name: str(value) for name, value in ScriptFile("", text).constants.items()}
 
 
 def _comment_of(file: ScriptFile, line: int) -> str:

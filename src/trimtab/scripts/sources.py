@@ -28,10 +28,12 @@ def read_sources(command: ScriptCommand, folder: Path | None = None) -> dict[str
     if script is None:
         return {}
     sources: dict[str, str] = {}
-    waiting = [script]
+    named = [Path(folder, word) for word in command.arguments if word.endswith(".py")]
+    waiting = [script, *named]
     while waiting and len(sources) < MOST_FILES:
         file = waiting.pop(0)
-        name = _show_path(file, folder)
+        # What the command names keeps its name.
+        name = str(file.relative_to(folder)) if file in named else _show_path(file, folder)
         text = _read_text(file)
         if name in sources or text is None:
             continue

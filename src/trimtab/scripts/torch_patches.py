@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import comm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.errors import CannotFollow
 from trimtab.scripts.file_patches import patch_files
 from trimtab.scripts.group_patches import patch_groups
+from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
 from trimtab.scripts.observer import Observer, find_script_line, put
 from trimtab.scripts.recorder import make_real
 
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 optimizers = importlib.import_module("torch.optim.optimizer")
-MOVED = "_trimtab_moved"
-"""Attribute of a parameter that was moved to another device: the parameter there."""
 
 
 def install_patches(observer: Observer, *, world_size: int, devices: int) -> None:
@@ -56,54 +56,13 @@ def _patch_parameters(fake_mode: Any) -> None:
         return original(cls, data, requires_grad)
 
     put(torch.nn.Parameter, "__new__", staticmethod(new))
-    put(torch.nn.Module, "_apply", _apply_to_module)
+    put(torch.nn.Module, "_apply", apply_to_module)
 
 
 def make_fake(fake_mode: Any, tensor: torch.Tensor) -> Any:
     """Return a tensor of the same shape, strides and device that has no memory."""
     with _disable_current_modes():
         return fake_mode.from_tensor(tensor.detach())
-
-
-def _apply_to_module(module: Any, change: Callable[[Any], Any], recurse: bool = True) -> Any:
-    """Implement `Module.to`, `.half` and similar methods for parameters without memory.
-
-    On a GPU a parameter stays the same object when it is moved, so an optimizer and tied layers still have
-    it. A fake tensor cannot change its device: they find the new one through an attribute of the old.
-    """
-    if recurse:
-        for child in module.children():
-            child._apply(change)
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        current = follow_moves(parameter)
-        with torch.no_grad():
-            changed = change(current)
-        if changed is current:
-            module._parameters[name] = current
-        elif changed.device == current.device and isinstance(changed, FakeTensor):
-            current.data = changed
-            module._parameters[name] = current
-        else:
-            moved = torch.nn.Parameter(changed, current.requires_grad)
-            moved.__dict__.update({key: value for key, value in current.__dict__.items() if key[0] != "_"})
-            setattr(current, MOVED, moved)
-            module._parameters[name] = moved
-        if parameter.grad is not None and module._parameters[name].grad is None:
-            with torch.no_grad():
-                module._parameters[name].grad = change(parameter.grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = change(buffer)
-    return module
-
-
-def follow_moves(tensor: Any) -> Any:
-    """Return the parameter that a parameter has become."""
-    while (moved := getattr(tensor, MOVED, None)) is not None:
-        tensor = moved
-    return tensor
 
 
 def _patch_fake_tensors(fake_mode: Any) -> None:
@@ -119,6 +78,8 @@ def _patch_fake_tensors(fake_mode: Any) -> None:
 
     for method in ("numpy", "tolist", "__array__", "__format__"):
         setattr(FakeTensor, method, as_real(method))
+    # Frameworks find the same parameter again by its address.
+    put(FakeTensor, "data_ptr", find_address)
     original: Any = torch.Tensor.data
 
     def set_data(tensor: Any, value: Any) -> None:
@@ -137,6 +98,15 @@ def _patch_fake_tensors(fake_mode: Any) -> None:
     put(_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: [*supported, "cuda"])
     put(_foreach_utils, "_has_foreach_support", _has_foreach_support)
     put(torch.nn.utils.clip_grad, "_has_foreach_support", _has_foreach_support)
+
+
+def find_address(tensor: Any) -> int:
+    """Return a number for where a tensor without memory begins: equal for tensors that share memory.
+
+    Storage objects are further apart than 64 bytes, so views of up to 256 KiB into one get no other's number.
+    """
+    begin = tensor.storage_offset() * tensor.element_size()
+    return int(tensor.untyped_storage()._cdata) * 4096 + begin
 
 
 def _has_foreach_support(tensors: Any, device: Any) -> bool:
@@ -163,6 +133,14 @@ def _patch_optimizers(observer: Observer) -> None:
             if any(hasattr(tensor, MOVED) for tensor in group["params"]):
                 group["params"] = [follow_moves(tensor) for tensor in group["params"]]
 
+    make: Any = torch.optim.Optimizer.__init__
+
+    @functools.wraps(make)
+    def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        observer.has_optimizer = True
+        make(optimizer, *args, **kwargs)
+
+    put(torch.optim.Optimizer, "__init__", init)
     original = torch.optim.Optimizer.zero_grad
 
     @functools.wraps(original)
@@ -262,6 +240,9 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
 
     if devices > 1:
         put(torch.nn.DataParallel, "__init__", refuse)
+    # On one GPU nn.DataParallel passes its inputs on, but calls functions that only torch for CUDA has.
+    put(comm, "scatter", lambda tensor, gpus, *_, **__: (tensor.to(torch.device("cuda", gpus[0])),))
+    put(comm, "gather", lambda tensors, *_, **__: tensors[0])
 
 
 def _patch_compile(observer: Observer) -> None:

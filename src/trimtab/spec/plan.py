@@ -8,6 +8,7 @@ from typing import Any
 
 from trimtab.spec.base import Noun, check_minimum
 from trimtab.spec.estimate import Estimate
+from trimtab.spec.script import PhasePeak, ScriptPlan
 from trimtab.spec.setting import Setting
 from trimtab.spec.workload import Workload
 
@@ -189,6 +190,10 @@ class Plan(Noun, frozen=True, kw_only=True):
     """False if the search was interrupted: the choice is the best found until then."""
     folder: str = ""
     """Folder of the planner; paths in `job` and `options` are relative to it. Empty in older plans."""
+    script: ScriptPlan | None = None
+    """The training command, if the plan is for one and not for a job."""
+    phases: tuple[PhasePeak, ...] = ()
+    """Peaks of the phases of a training command."""
 
 
 # Stages: parts of a training run that change the job, and their plans.

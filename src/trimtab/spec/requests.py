@@ -173,6 +173,20 @@ TargetName = Annotated[
 ]
 
 
+TrainingCommand = Annotated[
+    Words, option("A training command, word by word, as it is typed; instead of a job.", None)
+]
+Vary = Annotated[
+    Words,
+    option(
+        "Option or environment variable of the training command that may change, with values to try if you "
+        "like: --vary --batch-size, --vary BATCH=8,16. Default: those that are known. Can be repeated.",
+        metavar="NAME[=VALUES]",
+        many=True,
+    ),
+]
+
+
 class CommandRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Base class of requests. A field without `option` is a hook for Python callers: no flag, not in JSON."""
 
@@ -276,9 +290,7 @@ class JobOrCommand(CommandRequest, frozen=True):
 
     job: JobOrNone = None
     on: Devices = None
-    command: Annotated[
-        Words, option("A training command, word by word, as it is typed; instead of a job.", None)
-    ] = ()
+    command: TrainingCommand = ()
 
 
 class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
@@ -348,10 +360,11 @@ class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
     ] = None
 
 
-class PlanRequest(JobOnDevices, frozen=True, kw_only=True):
+class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
     """Arguments of `trimtab plan`: find the best configuration of a job on some devices."""
 
     network: Network = None
+    vary: Vary = ()
     global_batch: Annotated[
         int | None, option("Samples per optimizer step, instead of the job's own number.")
     ] = None
@@ -466,21 +479,24 @@ class TrainStagesRequest(TrainRequest, frozen=True, kw_only=True):
 
 
 class PlanToLaunch(CommandRequest, frozen=True):
-    """A plan to launch, or a job to plan and launch."""
+    """A plan to launch, or a job or a training command to plan and launch."""
 
     plan_or_job: Annotated[
         Any,
         option(
-            "A plan that `trimtab plan --out` wrote, or a job, which is planned first.",
+            "A plan that `trimtab plan --out` wrote, or a job, which is planned first." + COMMAND_HELP,
             argument=True,
+            required=False,
             metavar="PLAN_OR_JOB",
         ),
-    ]
+    ] = None
 
 
 class LaunchRequest(PlanToLaunch, frozen=True, kw_only=True):
     """Arguments of `trimtab launch`."""
 
+    command: TrainingCommand = ()
+    vary: Vary = ()
     extra: Annotated[
         Words,
         option(

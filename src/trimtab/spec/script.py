@@ -74,3 +74,25 @@ class ScriptReport(Noun, frozen=True, kw_only=True):
     writes: tuple[str, ...] = ()
     """Files that the script would have written, with their sizes; nothing was written."""
     notes: tuple[str, ...] = ()
+
+
+class ScriptPlan(Noun, frozen=True, kw_only=True):
+    """The training command of a plan: what to type, and what was found out about it."""
+
+    command: str
+    """The command line to type."""
+    words: tuple[str, ...]
+    """The same, word by word."""
+    original: str
+    """The command line that was given."""
+    changes: tuple[str, ...] = ()
+    """What differs: '--batch-size 16 instead of --batch-size 64'."""
+    found: tuple[ScriptFact, ...] = ()
+    writes: tuple[str, ...] = ()
+    """Files that the script would have written, with their sizes; nothing was written."""
+    notes: tuple[str, ...] = ()
+    """What was assumed about the script's options, for the user to see."""
+
+    def faults(self) -> list[str]:
+        """Check that there is a command."""
+        return [] if self.words and self.command else ["the command is empty"]

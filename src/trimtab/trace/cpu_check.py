@@ -7,6 +7,7 @@ limited; a model that is too large for this machine is not tried.
 
 from __future__ import annotations
 
+import itertools
 import resource
 import warnings
 from typing import Any, NamedTuple
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
-from trimtab.jobs.job import has_longest, loss_function
+from trimtab.jobs.job import has_longest
 from trimtab.jobs.load import job_error, load_job
+from trimtab.jobs.optimizers import collect_losses
 from trimtab.spec import Noun
 from trimtab.trace.child_process import end_with_parent
 from trimtab.trace.server import SendAnswer, ask_all, serve
@@ -121,10 +123,12 @@ def _run_step(job: Any, model: Any, size: int, member: str) -> None:
         batches.append(_call_member(f"longest({size})", job.longest, size))
     if member == "batch()":
         return
-    for batch in batches:
-        loss = _call_member("loss()", loss_function(job), model, batch)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    losses = _call_member("optimizers()", collect_losses, job, named)
+    for batch, (name, compute) in itertools.product(batches, losses):
+        loss = _call_member(name, compute, model, batch)
         if loss.dim() == 0 and loss.requires_grad:
-            _call_member("loss()", loss.backward)
+            _call_member(name, loss.backward)
     if callable(getattr(job, "after_step", None)):
         _call_member("after_step()", torch.no_grad()(job.after_step), model)
 

@@ -14,8 +14,9 @@ import msgspec
 
 from trimtab.cache import BATCH_LOSSES
 from trimtab.errors import TrimtabError
-from trimtab.jobs.job import has_embeddings, loss_function, stated_additive
+from trimtab.jobs.job import has_embeddings, stated_additive
 from trimtab.jobs.load import load_job
+from trimtab.jobs.optimizers import collect_losses
 from trimtab.spec import BatchLoss
 from trimtab.spec.base import Noun
 from trimtab.trace.job_summary import NamedJob, named_job_key
@@ -99,10 +100,23 @@ def check_small_batch(job: Any) -> BatchLoss:
     model, why = _build_model(job)
     if model is None:
         return BatchLoss(why=why)
-    return _judge_loss(job, model, samples)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    results = [(name, _judge_loss(job, loss, model, samples)) for name, loss in collect_losses(job, named)]
+    # One loss that cannot be split, or that was not checked, decides for all of them.
+    name, result = next(
+        (
+            (name, result)
+            for additive in (False, None, True)
+            for name, result in results
+            if result.additive is additive
+        )
+    )
+    if len(results) == 1 or result.additive or not result.why:
+        return result
+    return result.replace(why=f"{name}: {result.why}")
 
 
-def _judge_loss(job: Any, model: nn.Module, samples: int) -> BatchLoss:
+def _judge_loss(job: Any, loss: Any, model: nn.Module, samples: int) -> BatchLoss:
     """Compare in float64; in float32 if the job does not support float64."""
     import torch
 
@@ -112,7 +126,7 @@ def _judge_loss(job: Any, model: nn.Module, samples: int) -> BatchLoss:
     own = getattr(type(job), "weight", None)
     question = LossUnderTest(
         model=model,
-        loss=loss_function(job),
+        loss=loss,
         weight=None if own in (None, Job.weight) else job.weight,
     )
     torch.manual_seed(0)

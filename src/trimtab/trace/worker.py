@@ -43,6 +43,7 @@ from trimtab.trace.server import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.engine.update_phases import UpdatePhase
     from trimtab.trace.cpu_check import CpuCheckResult
     from trimtab.trace.repeated_blocks import RepeatedBlocks
 
@@ -154,11 +155,21 @@ def _trace_model(built: _BuiltModel, *, forward: bool = False) -> Trace:
         *fake_ops.list_script_assumptions(),
         *recorder.kernels.unfused_notes,
     )
+    phases = counts.pop("update_phases", [])
+    assumed += tuple(note for note in map(_frequency_note, phases) if note)
     compiled = counts.pop("lost_compiled", {})
     assumed += tuple(f"under torch.compile {text}" for text in compiled)
     if not forward:
-        counts["no_compile_gain"] = _no_compile_gain(recorder, compiled)
+        several = "the optimizers have their own losses, which trimtab does not compile"
+        counts["no_compile_gain"] = several if len(phases) > 1 else _no_compile_gain(recorder, compiled)
     return Trace(**_columns(recorder), **counts, assumptions=assumed)
+
+
+def _frequency_note(phase: UpdatePhase) -> str:
+    """Return a note on a loss that is not computed in every step; empty if it is."""
+    if phase.every == 1:
+        return ""
+    return f"time: a step in which {phase.name} is updated, which is one in {phase.every}; others are shorter"
 
 
 def _no_compile_gain(recorder: Any, unfused: dict[str, None]) -> str:
@@ -302,11 +313,44 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     if forward:
         recorder.mark_phase("step0", "activations")
         with _blame_member("loss()"):
-            steps.compute_loss(state, batch)
+            for phase in state.phases:
+                steps.compute_loss(state, batch, phase.loss)
         return {}
     if not recorder.uses_compile:
         _note_is_compiling_calls(recorder.kernels)
         _note_double_backward(recorder.kernels)
+    kept = _run_timed_steps(built, state, batch, names)
+    recorder.mark_phase("end", "activations")
+    if longest:
+        _record_usual_step(built, state)
+    recorder.records_work = False
+    lost_compiled = _lost_by_compiling(state, batch, recorder)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in state.model.parameters()]
+    return {
+        "parameters": sum(count for count, _ in sizes),
+        "trainable": sum(count for count, learns in sizes if learns),
+        "recomputed": state.recomputed,
+        "part": rank.number,
+        "rank": rank.words,
+        "lost_compiled": lost_compiled,
+        "update_phases": state.phases,
+        **(
+            {}
+            if state.stage is None
+            else {
+                "kept_bytes": kept[1],
+                "handed_bytes": state.stage.handed_bytes,
+                "shared": state.stage.shared,
+            }
+        ),
+    }
+
+
+def _run_timed_steps(built: _BuiltModel, state: Any, batch: Any, names: dict[int, str]) -> list[int]:
+    """Run the steps of a trace; return the bytes that each forward pass left for its backward pass."""
+    from trimtab.engine import step as steps
+
+    request, recorder = built.request, built.recorder
     kept: list[int] = []
     for number in range(STEPS):
         if number == STEPS - 1:
@@ -321,29 +365,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
                 state, [batch], clip=request.clip, between=lambda: kept.append(recorder.live_bytes())
             )
         _label_tensors(state, recorder, names)
-    recorder.mark_phase("end", "activations")
-    if longest:
-        _record_usual_step(built, state)
-    recorder.records_work = False
-    lost_compiled = _lost_by_compiling(state, batch, recorder)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in state.model.parameters()]
-    return {
-        "parameters": sum(count for count, _ in sizes),
-        "trainable": sum(count for count, learns in sizes if learns),
-        "recomputed": state.recomputed,
-        "part": rank.number,
-        "rank": rank.words,
-        "lost_compiled": lost_compiled,
-        **(
-            {}
-            if state.stage is None
-            else {
-                "kept_bytes": kept[1],
-                "handed_bytes": state.stage.handed_bytes,
-                "shared": state.stage.shared,
-            }
-        ),
-    }
+    return kept
 
 
 def _make_batch(job: Any, setting: Setting, *, longest: bool) -> Any:
@@ -383,12 +405,13 @@ def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
     from trimtab.engine.gradients import LocalGradients
 
     names = {id(parameter): name for name, parameter in state.model.named_parameters()}
-    if isinstance(state.gradients, LocalGradients):
-        for parameter in state.parameters:
-            recorder.watch_gradient(parameter, names[id(parameter)])
-    else:
-        for gradient in state.gradients.local_gradients():
-            recorder.relabel(gradient, "gradients")
+    for phase in state.phases:
+        if isinstance(phase.gradients, LocalGradients):
+            for parameter in phase.parameters:
+                recorder.watch_gradient(parameter, names[id(parameter)])
+        else:
+            for gradient in phase.gradients.local_gradients():
+                recorder.relabel(gradient, "gradients")
     return names
 
 
@@ -461,7 +484,8 @@ def _label_tensors(state: Any, recorder: Any, names: dict[int, str]) -> None:
     for parameter in state.parameters:
         if parameter.grad is not None:
             recorder.relabel(local(parameter.grad), "gradients", names.get(id(parameter)))
-    for tensors in state.optimizer.state.values():
+    optimizers = [named.optimizer for phase in state.phases for named in phase.optimizers]
+    for tensors in (entry for optimizer in optimizers for entry in optimizer.state.values()):
         for value in tensors.values():
             if isinstance(value, torch.Tensor):
                 recorder.relabel(local(value), "optimizer")

@@ -491,13 +491,14 @@ class BadStepHandler:
 
     def multiply_rate(self, factor: float) -> None:
         """Multiply the learning rate, and the initial rate that a schedule computes it from."""
-        for group in self.run.optimizer.param_groups:
-            for name in ("lr", "initial_lr"):
-                if name in group:
-                    group[name] = group[name] * factor
-        schedule = self.run.schedule
-        if schedule is not None and hasattr(schedule, "base_lrs"):
-            schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
+        for optimizer in self.run.optimizers.values():
+            for group in optimizer.param_groups:
+                for name in ("lr", "initial_lr"):
+                    if name in group:
+                        group[name] = group[name] * factor
+        for schedule in self.run.schedules.values():
+            if hasattr(schedule, "base_lrs"):
+                schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
 
     def _choose_action(self, kind: IncidentKind, *, can_keep: bool) -> BadStepAction:
         self.policy, action = choose_action(
@@ -571,7 +572,8 @@ def find_bad_module(run: Run, window: Window) -> BadModule | None:
     passes += [functools.partial(_run_filler_pass, run, along)] * (most - len(parts))
     with run.quiet():
         bad_module = find_first_bad(run.model, passes, batches)
-    run.optimizer.zero_grad(set_to_none=True)
+    for optimizer in run.optimizers.values():
+        optimizer.zero_grad(set_to_none=True)
     local = offset_by_stage(bad_module, run.groups.stage, run.groups.stages)
     texts = gather_values(run.world, None if local is None else local.to_json(), everyone=True)
     return pick_earliest(None if text is None else BadModule.from_json(text) for text in texts)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.engine.additive_loss import find_batch_norms
+from trimtab.engine.optimizer import ONLY
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import synthetic
 from trimtab.jobs.job import Job
@@ -32,6 +33,7 @@ from trimtab.strategies import strategy_of
 from trimtab.training.bad_steps import BadStepHandler, BadStepPolicy
 from trimtab.training.checkpoint_format import take_snapshot
 from trimtab.training.checkpoints import CheckpointManager
+from trimtab.training.device_gauge import DeviceGauge, count_compiled_graphs, find_uuid
 from trimtab.training.evaluation import LOSS, build_validation_set, evaluate_run
 from trimtab.training.events import EventLog
 from trimtab.training.fault_injection import FaultInjector, tear_checkpoint
@@ -155,6 +157,7 @@ class TrainingLoop:
         """The window that is being computed."""
         self._measured_s = 0.0
         self._peaks: dict[str, int] = {}
+        self._gauge: DeviceGauge | None = None
         self.job = load_job(task.job, task.options)
         check_trainable(self.job, task.job)
         with self._job_errors("dataset()"):
@@ -308,13 +311,13 @@ class TrainingLoop:
 
     def _checkpoint_objects(self) -> dict[str, Any]:
         run = self.run
-        objects = {
+        return {
             "model": run.model,
-            "optimizer": run.optimizer,
+            **{label_part("optimizer", name): optimizer for name, optimizer in run.optimizers.items()},
             "loader": self.loader,
             "run": StatefulAdapter(run.state, run.load_state),
+            **{label_part("schedule", name): schedule for name, schedule in run.schedules.items()},
         }
-        return objects | ({} if run.schedule is None else {"schedule": run.schedule})
 
     def _resume(self, *, before: int | None = None) -> int | None:
         """Load the newest complete checkpoint before a step, or of all; return its step, or None."""
@@ -581,6 +584,8 @@ class TrainingLoop:
             allocated_bytes=memory.get("peak_allocated_bytes"),
             reserved_bytes=memory.get("peak_reserved_bytes"),
             data_wait_s=self.loader.waited_s - self._waited_s,
+            **self._read_gauge(),
+            compiled_graphs=count_compiled_graphs(),
             grad_norm=outcome.grad_norm if isfinite(outcome.grad_norm) else None,
             lr=rate,
             micro_batch=outcome.micro_batch,
@@ -589,11 +594,18 @@ class TrainingLoop:
             skipped=outcome.skipped or None,
             validation_loss=None if metrics is None else metrics.get(LOSS),
             metrics=_select_metrics(metrics),
+            losses={name: loss for name, loss in outcome.losses.items() if isfinite(loss)} or None,
             indices=indices,
         )
         self._waited_s = self.loader.waited_s
         self.events.folder.log_step(line.to_log())
         self.events.step_log.show_step(line)
+
+    def _read_gauge(self) -> dict[str, Any]:
+        """Return the clock and throttle reasons of this process's GPU, at most some seconds old."""
+        if self._gauge is None:
+            self._gauge = DeviceGauge(find_uuid(self.run.device))
+        return self._gauge.read_fields()
 
     def _measure_memory(self) -> dict[str, int]:
         """Return the peak memory of this process; measured rarely, as it takes nearly a millisecond."""
@@ -629,6 +641,15 @@ def _select_metrics(metrics: dict[str, float] | None) -> dict[str, float] | None
     """Return the metrics besides the loss; None if there are none."""
     others = {name: value for name, value in (metrics or {}).items() if name != LOSS}
     return others or None
+
+
+def label_part(kind: str, name: str) -> str:
+    """Return the label of an optimizer or schedule in a checkpoint.
+
+    >>> label_part("schedule", "optimizer"), label_part("optimizer", "muon")
+    ('schedule', 'optimizer-muon')
+    """
+    return kind if name == ONLY else f"{kind}-{name}"
 
 
 def learning_rate(optimizer: Any) -> float | None:

@@ -107,6 +107,8 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a rank's weights differ from the others': go back to a checkpoint."""
     asked: float = 0.0
     """Sum of Run.asked over ranks."""
+    losses: dict[str, float] = {}
+    """Every loss of this step by the name of its optimizers, if the job has several losses."""
     ended_s: float | None = None
     """When the device finished the passes, by time.perf_counter(), if the host was a step ahead; None if the
     host waited for it."""

@@ -30,19 +30,20 @@ class OptimizerInterrupted(Exception):  # noqa: N818 - it reads as a sentence in
 
 
 class OptimizerStep:
-    """Runs the optimizer, and detects whether a failed step has changed any weights."""
+    """Runs the optimizers of one loss, and detects whether a failed step has changed any weights."""
 
-    def __init__(self, optimizer: Any, *, clip: float | None, sharded: bool, cuda: bool) -> None:
-        self.optimizer = optimizer
+    def __init__(self, *optimizers: Any, clip: float | None, sharded: bool, cuda: bool) -> None:
+        self.optimizers = optimizers
+        self.due = optimizers
+        """Those that update in the current step."""
         self.clip = clip
         # A fused optimizer reads on the device whether to skip the step. Sharded parameters cannot be mixed
         # with plain tensors in one call.
-        amp = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        amp = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers)
         self._can_skip_on_device = amp and cuda and not sharded
         self.before: Callable[[], Any] | None = None
         """Called before every attempt: fault injection may raise from it."""
-        self._watched_state: Any = None
-        self._state_count = -1
+        self._watched_states: list[tuple[int, int]] = []
         self._old_state_ids: frozenset[int] = frozenset()
         self._tensors: list[torch.Tensor] = []
 
@@ -50,20 +51,23 @@ class OptimizerStep:
     def skips_on_device(self) -> bool:
         """Whether the device itself can skip the step, so that the host need not wait before it."""
         # If its first step is skipped, SGD keeps a momentum buffer of uninitialised memory.
-        begun = bool(self.optimizer.state) or isinstance(self.optimizer, torch.optim.Adam)
+        begun = all(
+            optimizer.state or isinstance(optimizer, torch.optim.Adam) for optimizer in self.optimizers
+        )
         return self._can_skip_on_device and begun
 
     def launch(
         self, bad_flag: torch.Tensor, divisor: torch.Tensor | None, release: Callable[[], None]
     ) -> None:
         """Launch the step before the host knows whether it is good; `bad_flag` skips it on the device."""
-        optimizer = self.optimizer
-        optimizer.found_inf = bad_flag
-        optimizer.grad_scale = divisor
+        for optimizer in self.due:
+            optimizer.found_inf = bad_flag
+            optimizer.grad_scale = divisor
         try:
             self.step(release)
         finally:
-            del optimizer.found_inf, optimizer.grad_scale
+            for optimizer in self.due:
+                del optimizer.found_inf, optimizer.grad_scale
 
     def apply(
         self, gradients: list[torch.Tensor], norm: float, scale: float, release: Callable[[], None]
@@ -87,7 +91,8 @@ class OptimizerStep:
             try:
                 if self.before is not None:
                     self.before()
-                self.optimizer.step()
+                for optimizer in self.due:
+                    optimizer.step()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -107,24 +112,28 @@ class OptimizerStep:
 
         State that the step itself creates is not included: it is dropped if the step fails.
         """
-        state = self.optimizer.state
-        if self._watched_state is not state or self._state_count != len(state):
-            self._watched_state, self._state_count = state, len(state)
-            self._old_state_ids = frozenset(id(parameter) for parameter in state)
-            tensors = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            tensors += [tensor for entry in state.values() for tensor in _state_tensors(entry)]
+        states = [optimizer.state for optimizer in self.optimizers]
+        watched = [(id(state), len(state)) for state in states]
+        if self._watched_states != watched:
+            self._watched_states = watched
+            self._old_state_ids = frozenset(id(parameter) for state in states for parameter in state)
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            tensors = [parameter for group in groups for parameter in group["params"]]
+            tensors += [
+                tensor for state in states for entry in state.values() for tensor in _state_tensors(entry)
+            ]
             self._tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
         return self._tensors
 
     def _drop_new_state(self) -> None:
         """Drop state that the failed step created: the next step would take it for complete."""
-        state = self.optimizer.state
-        for parameter in [key for key in state if id(key) not in self._old_state_ids]:
-            del state[parameter]
+        for state in (optimizer.state for optimizer in self.optimizers):
+            for parameter in [key for key in state if id(key) not in self._old_state_ids]:
+                del state[parameter]
 
     def _disable_foreach(self) -> None:
         """Update one parameter at a time: a foreach step needs copies of all of them at once."""
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             if group.get("foreach") is not False and not group.get("fused"):
                 group["foreach"] = False
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import psutil
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from trimtab.engine.branches import compute_branch_loss, get_branches, keep_branch
 from trimtab.engine.build import EntryPoints, choose_build_device, find_entries, use_build_defaults
 from trimtab.engine.compile import CompileSwitch
-from trimtab.engine.optimizer import choose_implementation, make_optimizer
+from trimtab.engine.optimizer import ONLY, NamedOptimizer, choose_implementation, make_optimizers
 from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import torch_dtype
 from trimtab.engine.step import arrange_model, refuse_partial_model
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from trimtab.engine.gradients import Gradients
     from trimtab.engine.sync_norm import SharedStatistics
+    from trimtab.engine.update_phases import UpdatePhase
     from trimtab.spec import Estimate, Setting
     from trimtab.training.process_group import World
 
@@ -67,11 +68,16 @@ class PrepareRequest:
     """Whether the micro-batch is fixed by the user, so that it may not grow beyond the plan."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class PreparedRun:
-    """A model that is ready for its first step, and everything that a step needs."""
+    """A model that is ready for its first step, and everything that a step needs.
+
+    A job with several losses has one of these for each of them; they share the model and most other fields.
+    """
 
     model: Any
+    phase: UpdatePhase
+    """The optimizers of this loss."""
     updater: OptimizerStep
     gradients: Gradients
     buffers: Buffers
@@ -79,7 +85,8 @@ class PreparedRun:
     compiling: CompileSwitch | None
     loss: Callable[[Any, Any], Any] | None
     weight: Callable[[Any], Any] | None
-    schedule: Any
+    schedules: dict[str, Any]
+    """LR schedulers of the optimizers of this loss, by the name of the optimizer."""
     regular_share: int
     """Samples of this rank in a full global batch."""
     regular: int = 0
@@ -88,6 +95,8 @@ class PreparedRun:
     """The job's after_step(), called after every update; None if it has none."""
     pipe: PipelineRunner | None = None
     """Runs the pipeline stage of this rank; None without a pipeline."""
+    losses: list[PreparedRun] = field(default_factory=list)
+    """This object and those of the other losses, in the order in which a step computes them."""
     statistics: SharedStatistics | None = None
     """Shared statistics of synchronised BatchNorm layers; None if there are none."""
 
@@ -143,7 +152,7 @@ def prepare(
         model,
         setting,
         str(device),
-        optimizer=lambda parameters: _build_optimizer(request, model, parameters, named),
+        optimizers=lambda parameters: _build_optimizers(request, model, parameters, named),
         entries=EntryPoints() if request.job is None else find_entries(request.job, model),
         install_stage=stage,
         equalise=equalise if several else None,
@@ -151,25 +160,30 @@ def prepare(
         reduced=lambda model: _list_reduced(model, groups, own_prefix()),
         mid_backward=on_gradient,
     )
-    optimizer = arranged.optimizer
     buffers = [entry for entry, is_buffer in _list_tensors(model, groups, own_prefix()) if is_buffer]
     bounds = rank_slice_bounds(
         setting.global_batch, groups.data_parallel, [share.samples for share in setting.shares]
     )
     share = bounds[groups.data_rank + 1] - bounds[groups.data_rank]
     planned = setting.shares[groups.data_rank].micro_batch if setting.shares else setting.micro_batch
-    schedule = request.schedule or getattr(request.job, "schedule", None)
-    if callable(schedule) and not hasattr(schedule, "step"):
-        schedule = schedule(optimizer)
-    return PreparedRun(
+    first, *others = [
+        _PhaseFields(
+            phase=phase,
+            updater=OptimizerStep(
+                *(named.optimizer for named in phase.optimizers),
+                clip=request.clip if request.clip is not None else getattr(request.job, "clip", None),
+                sharded=sharded,
+                cuda=device.type == "cuda",
+            ),
+            gradients=phase.gradients,
+            loss=phase.loss or request.loss or _job_loss(request.job, branch),
+            schedules=_make_schedules(request, phase),
+        )
+        for phase in arranged.phases
+    ]
+    prepared = PreparedRun(
+        **first,
         model=model,
-        updater=OptimizerStep(
-            optimizer,
-            clip=request.clip if request.clip is not None else getattr(request.job, "clip", None),
-            sharded=sharded,
-            cuda=device.type == "cuda",
-        ),
-        gradients=arranged.gradients,
         buffers=Buffers(buffers, find_running_statistics(model)),
         fitter=MicroBatchFitter(
             MicroBatchSizes(planned=planned, current=planned),
@@ -179,14 +193,37 @@ def prepare(
             may_exceed_plan=not setting.compile and not request.pinned,
         ),
         compiling=CompileSwitch(model, say, arranged.entries) if setting.compile else None,
-        loss=request.loss or _job_loss(request.job, branch),
         weight=request.weight or _job_weight(request.job),
-        schedule=schedule,
         regular_share=share,
         after_step=getattr(request.job, "after_step", None),
         pipe=None if stage is None else stage.pipe,
         statistics=arranged.statistics,
     )
+    prepared.losses += [prepared, *(replace(prepared, **other) for other in others)]
+    return prepared
+
+
+class _PhaseFields(TypedDict):
+    """Fields of a PreparedRun that differ between the losses of a job."""
+
+    phase: UpdatePhase
+    updater: OptimizerStep
+    gradients: Gradients
+    loss: Callable[[Any, Any], Any] | None
+    schedules: dict[str, Any]
+
+
+def _make_schedules(request: PrepareRequest, phase: UpdatePhase) -> dict[str, Any]:
+    """Return the LR scheduler of each optimizer that has one, by the optimizer's name."""
+    common = request.schedule or getattr(request.job, "schedule", None)
+    schedules = {}
+    for named in phase.optimizers:
+        schedule = named.schedule or common
+        if callable(schedule) and not hasattr(schedule, "step"):
+            schedule = schedule(named.optimizer)
+        if schedule is not None:
+            schedules[named.name] = schedule
+    return schedules
 
 
 class _StageInstaller:
@@ -335,14 +372,21 @@ def _is_inside(name: str, prefix: str | None) -> bool:
     return prefix is not None and (not prefix or name.startswith(f"{prefix}."))
 
 
-def _build_optimizer(
-    request: PrepareRequest, model: nn.Module, parameters: list[nn.Parameter], named: dict[int, str]
-) -> Any:
-    """Return the optimizer over the current parameters."""
+def _build_optimizers(
+    request: PrepareRequest, model: nn.Module, parameters: list[tuple[str, Any]], named: dict[int, str]
+) -> list[NamedOptimizer]:
+    """Return the optimizers over the current parameters: the job's, or the one that prepare() was given."""
     optimizer = request.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         maker = request.job if optimizer is None else _OptimizerFactory(optimizer)
-        return make_optimizer(maker, parameters, choose_implementation(model, request.setting.optimizer))
+        return make_optimizers(maker, parameters, choose_implementation(model, request.setting.optimizer))
+    return [NamedOptimizer(name=ONLY, optimizer=_rebuild_optimizer(request, optimizer, model, named))]
+
+
+def _rebuild_optimizer(
+    request: PrepareRequest, optimizer: torch.optim.Optimizer, model: nn.Module, named: dict[int, str]
+) -> Any:
+    """Return a given optimizer, over the sharded parameters if the model is sharded."""
     foreign = [
         parameter
         for group in optimizer.param_groups

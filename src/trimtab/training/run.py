@@ -150,8 +150,20 @@ class Run:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that prepare() returned."""
-        return self._stepper.get_prepared().updater.optimizer
+        """The optimizer that prepare() returned; the first one of a job with several."""
+        return next(iter(self.optimizers.values()))
+
+    @property
+    def optimizers(self) -> dict[str, Any]:
+        """All optimizers by name; the only one is called `optimizer`, unless the job names it."""
+        losses = self._stepper.get_prepared().losses
+        return {named.name: named.optimizer for loss in losses for named in loss.phase.optimizers}
+
+    @property
+    def schedules(self) -> dict[str, Any]:
+        """The LR schedulers by the name of their optimizer; each steps with its optimizer."""
+        losses = self._stepper.get_prepared().losses
+        return {name: schedule for loss in losses for name, schedule in loss.schedules.items()}
 
     @property
     def micro_batch(self) -> int:
@@ -183,8 +195,8 @@ class Run:
 
     @property
     def schedule(self) -> Any:
-        """The LR scheduler, which is stepped with every update; None if there is none."""
-        return self._stepper.get_prepared().schedule
+        """The first LR scheduler, which is stepped with every update; None if there is none."""
+        return next(iter(self.schedules.values()), None)
 
     @property
     def branches(self) -> int:
@@ -220,7 +232,7 @@ class Run:
                 pinned=isinstance(self.plan, Plan) and "micro_batch" in self.plan.policy.pins,
             )
         )  # fmt: skip
-        return prepared.model, prepared.updater.optimizer
+        return prepared.model, self.optimizer
 
     def loader(self, dataset: Any, seed: int = 0) -> Loader:
         """Return a loader of windows: this rank's samples of each global batch."""
@@ -246,9 +258,11 @@ class Run:
                 found="prepare() was given no loss, and the run no job",
                 cure="Give prepare(loss=...), or use run.parts() and run.update().",
             )
-        for part in self.parts(batch):
+        stepper = self._stepper
+        for part in stepper.micro_batches(batch):
             with part:
-                part.backward(prepared.loss(prepared.model, part.batch))
+                # A job with several losses computes them in turn.
+                part.backward(stepper.get_prepared().loss(prepared.model, part.batch))  # type: ignore[misc]
         return self.update()
 
     def over(
@@ -291,6 +305,12 @@ class Run:
 
     def parts(self, batch: Any) -> Iterator[MicroBatch]:
         """Yield the micro-batches ("parts") of a step, again in other sizes until all ranks succeed."""
+        if self._stepper.has_several_losses:
+            raise WrongUse(
+                "run.parts()",
+                found="the job has several losses, which a step computes in turn",
+                cure="Use run.step() instead.",
+            )
         return self._stepper.micro_batches(batch)
 
     def update(self) -> StepOutcome:

@@ -46,6 +46,17 @@ class StepLine(Noun, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     data_wait_s: float | None = None
+    """Seconds that rank 0 waited for its loader."""
+    clock_hz: float | None = None
+    """Clock of rank 0's GPU, read every few seconds; None without a driver that tells."""
+    top_clock_hz: float | None = None
+    """Its highest clock."""
+    gpu_busy: float | None = None
+    """Share of the time in which it ran a kernel, from 0 to 1, as the driver counts it."""
+    throttles: tuple[str, ...] = ()
+    """Why its clock is reduced, in the driver's words."""
+    compiled_graphs: int | None = None
+    """Graphs that torch.compile has compiled so far; None if nothing was compiled."""
     grad_norm: float | None = None
     lr: float | None = None
     micro_batch: int | None = None
@@ -56,6 +67,8 @@ class StepLine(Noun, frozen=True, kw_only=True):
     skipped: str | None = None
     """Why the weights were not updated; None if they were."""
     validation_loss: float | None = None
+    losses: dict[str, float] | None = None
+    """Every loss of the step by the name of its optimizers; None if the job has one loss."""
     metrics: dict[str, float] | None = None
     """Further metrics of the job's own evaluate(), by name; None if there are none."""
     indices: tuple[int, ...] | None = None
@@ -66,6 +79,8 @@ class StepLine(Noun, frozen=True, kw_only=True):
         """The printed line: `iter N: loss X, time Yms, mfu Z%`, then the rest."""
         mfu = "-" if self.mfu is None else f"{self.mfu * 100:.2f}"
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
+        if self.losses:
+            loss = ", ".join(f"{name} {value:.4f}" for name, value in self.losses.items())
         parts = [f"iter {self.step}: loss {loss}", f"time {self.time_s * 1000:.2f}ms", f"mfu {mfu}%"]
         parts.append(f"{_format_speed(self.samples_per_s)} samples/s")
         if self.tokens_per_s is not None:
@@ -84,8 +99,8 @@ class StepLine(Noun, frozen=True, kw_only=True):
         return ", ".join(parts)
 
     def to_log(self) -> dict[str, Any]:
-        """Return the dict for log.jsonl and --json; without indices and metrics if there are none."""
-        optional = ("indices", "metrics")
+        """Return the dict for log.jsonl and --json; without indices, losses and metrics if there are none."""
+        optional = ("indices", "losses", "metrics")
         return {key: value for key, value in self.to_builtins().items() if key not in optional or value}
 
     def fit_to_width(self, width: int) -> str:
@@ -254,8 +269,9 @@ class StepLog:
         for name, value in line.to_builtins().items():
             if isinstance(value, int | float) and name not in ("step", "gpus"):
                 self._board.add_scalar(name, value, line.step)
-        for name, value in (line.metrics or {}).items():
-            self._board.add_scalar(f"metrics/{name}", value, line.step)
+        for kind, values in (("losses", line.losses), ("metrics", line.metrics)):
+            for name, value in (values or {}).items():
+                self._board.add_scalar(f"{kind}/{name}", value, line.step)
 
 
 def _open_tensorboard(folder: Path | None) -> Any:

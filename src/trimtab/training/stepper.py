@@ -108,6 +108,9 @@ class Stepper:
         """Whether no rank has had a sample with weight yet."""
         self.cached_steps: CachedSteps | None = None
         """Runs the steps of a job with embed() and loss_of(); None for other jobs."""
+        self._guards: list[SplitGuard] = []
+        """One for each loss."""
+        self._is_last_loss = True
         self.split_guard: SplitGuard | None = None
         """Checks whether the batch may be split; None with gradient caching, which splits any batch."""
 
@@ -119,7 +122,11 @@ class Stepper:
             self.split_guard.check_statement()
         on_gradient = self.on_gradient if self.faults is not None else None
         self.prepared = prepare_module.prepare(request, self.report_compile, on_gradient)
-        self._fault_after = max(1, self.prepared.gradients.max_arrivals // 3)
+        if self.split_guard is not None:
+            others = self.prepared.losses[1:]
+            self._guards = [self.split_guard, *(SplitGuard(self, request.job) for _ in others)]
+        self._enter_loss(self.prepared)
+        self._leave_losses()
         if uses_caching:
             self.cached_steps = CachedSteps(self, request.job)
             # loss_of() itself defines what it is a mean over.
@@ -128,13 +135,47 @@ class Stepper:
 
     def micro_batches(self, batch: Any) -> Iterator[MicroBatch]:
         """Yield the micro-batches of a step; repeat in other sizes until all ranks succeed."""
-        prepared = self.get_prepared()
-        self.outcome = None
-        window, total = self._open_step(prepared, batch)
-        self._save_state(prepared)
-        if not prepared.gradients.is_rehearsed:
-            yield from self._rehearse(prepared, window)
-        yield from self._attempts(prepared, window, total)
+        due = [loss for loss in self.get_prepared().losses if loss.phase.is_due(self.steps + 1)]
+        outcomes: dict[str, StepOutcome] = {}
+        try:
+            for prepared in due:
+                self._enter_loss(prepared)
+                self._is_last_loss = prepared is due[-1]
+                window, total = self._open_step(prepared, batch)
+                self._save_state(prepared)
+                if not prepared.gradients.is_rehearsed:
+                    yield from self._rehearse(prepared, window)
+                yield from self._attempts(prepared, window, total)
+                assert self.outcome is not None  # noqa: S101 - set by _attempts()
+                outcomes[prepared.phase.name] = self.outcome
+                if self.outcome.skipped:
+                    break
+        finally:
+            self._leave_losses()
+        if self.has_several_losses:
+            self.outcome = merge_outcomes(outcomes, self.get_prepared().phase.name)
+
+    @property
+    def has_several_losses(self) -> bool:
+        """Whether the optimizers of the job have different losses, which a step computes in turn."""
+        return len(self.get_prepared().losses) > 1
+
+    def _enter_loss(self, prepared: prepare_module.PreparedRun) -> None:
+        """Begin with one loss of a step: only its parameters get gradients, only its optimizers step."""
+        self.prepared, self.outcome = prepared, None
+        self._fault_after = max(1, prepared.gradients.max_arrivals // 3)
+        if self._guards:
+            places = {id(loss): place for place, loss in enumerate(prepared.losses)}
+            self.split_guard = self._guards[places[id(prepared)]]
+        due = (named.optimizer for named in prepared.phase.optimizers if named.is_due(self.steps + 1))
+        prepared.updater.due = tuple(due)
+        prepared.phase.enter()
+
+    def _leave_losses(self) -> None:
+        """End a step: all parameters get gradients, and the first loss of every step is the current one."""
+        losses = self.get_prepared().losses
+        losses[0].phase.leave()
+        self.prepared = next(loss for loss in losses if loss.phase.every == 1)
 
     def _attempts(
         self,
@@ -224,6 +265,8 @@ class Stepper:
             prepared.updater.skips_on_device
             and prepared.loss is not None
             and prepared.after_step is None
+            and len(prepared.losses) == 1
+            and all(named.every == 1 for named in prepared.phase.optimizers)
             and self.cached_steps is None
             and self.faults is None
             and self.scale.value == 1.0
@@ -581,7 +624,7 @@ class Stepper:
         self._send_status(prepared, window, failed_at, count)
         status = self._exchange.wait()
         scale = self.scale.value
-        verdict = optimizer_step.judge_status(status, limit=self.spike_limit, scale=scale)
+        verdict = optimizer_step.judge_status(status, limit=self._limit, scale=scale)
         updater = prepared.updater
         if verdict.kind == optimizer_step.GOOD and not updater.skips_on_device:
             norm = status.squares**0.5 / scale
@@ -590,6 +633,11 @@ class Stepper:
                 prepared, lambda: updater.apply(gradients, norm, scale, prepared.fitter.release)
             )
         return verdict, status
+
+    @property
+    def _limit(self) -> float | None:
+        """The spike limit; None with several losses, whose history it does not know."""
+        return None if self.has_several_losses else self.spike_limit
 
     def _send_status(
         self, prepared: prepare_module.PreparedRun, window: Window, failed_at: int | None, count: int
@@ -619,7 +667,7 @@ class Stepper:
         self._exchange.send(own_status, loss=self._loss, squares=squares, weight=weight)
         updater = prepared.updater
         if updater.skips_on_device and not failed:
-            bad_flag = self._exchange.bad_flag(self.spike_limit)
+            bad_flag = self._exchange.bad_flag(self._limit)
             divisor = self._exchange.divisor(updater.clip, scale)
             self._run_optimizer(prepared, lambda: updater.launch(bad_flag, divisor, prepared.fitter.release))
 
@@ -706,17 +754,19 @@ class Stepper:
         if good:
             prepared.buffers.broadcast_changed()
             self.scale = self.scale.after_update()
-            if prepared.schedule is not None:
-                prepared.schedule.step()
-            if prepared.after_step is not None:
+            for named in prepared.phase.optimizers:
+                if named.name in prepared.schedules and named.is_due(self.steps + 1):
+                    prepared.schedules[named.name].step()
+            if prepared.after_step is not None and self._is_last_loss:
                 run_after_step(prepared.after_step, prepared.model)
         else:
             prepared.buffers.restore()
             self.rollback = self.rollback and verdict.kind != optimizer_step.ROLLBACK
             # This sample may be the one that gives NaN: the next step chooses another.
             self._counting_sample = None
-        self.steps += 1
-        self._adjust_size(prepared, window, status)
+        if self._is_last_loss or not good:
+            self.steps += 1
+            self._adjust_size(prepared, window, status)
         samples = int(status.samples)
         self.outcome = StepOutcome(
             step=window.step,
@@ -778,6 +828,28 @@ class Stepper:
             self._listen(
                 Incident(kind=kind, at_s=time.time(), step=step, rank=self.world.rank, why=why, done=done)
             )
+
+
+def merge_outcomes(outcomes: dict[str, StepOutcome], main: str) -> StepOutcome:
+    """Return the outcome of a step from those of its losses, by the name of their optimizers.
+
+    Its loss is that of `main`, or of the last one if that was skipped.
+    """
+    *before, last = outcomes
+    outcome = outcomes[last if outcomes[last].skipped else main]
+    skipped = outcome.skipped
+    if skipped:
+        updated = f" ({' and '.join(before)} had been updated before)" if before else ""
+        skipped = f"{last}: {skipped}{updated}"
+    return msgspec.structs.replace(
+        outcome,
+        skipped=skipped,
+        attempts=max(each.attempts for each in outcomes.values()),
+        parts=sum(each.parts for each in outcomes.values()),
+        micro_batch=outcomes[last].micro_batch,
+        asked=outcomes[last].asked,
+        losses={name: each.loss for name, each in outcomes.items()},
+    )
 
 
 @torch.no_grad()

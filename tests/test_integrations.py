@@ -1,0 +1,327 @@
+"""Callbacks for other frameworks: predictions, logs, run folders, and recovery from out-of-memory errors."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import framework_runs as runs
+import trimtab.integrations
+import worlds
+from trimtab.errors import CannotFollow, NothingFits, WrongUse
+from trimtab.integrations.batches import count_samples, find_split_rule, split_rows
+from trimtab.integrations.live_model import LiveParts, is_importable_script, write_live_job
+from trimtab.integrations.monitor import RunMonitor
+from trimtab.integrations.prediction import RunFacts, check_given_plan, make_measured_plan, predict_or_measure
+from trimtab.integrations.transformers import TrimtabCallback
+from trimtab.jobs.load import load_job
+from trimtab.training.run_folder import read_run
+
+EXACT = 1e-6
+
+
+def differ(run: dict[str, Any], plain: dict[str, Any]) -> float:
+    """The largest difference between two loss curves."""
+    assert len(run["losses"]) == len(plain["losses"]) > 1
+    return max(abs(mine - its) for mine, its in zip(run["losses"], plain["losses"], strict=True))
+
+
+def check_runs(answers: list[dict[str, Any]], folder: Path, *, failing: dict[str, str]) -> None:
+    """Every run learns what the plain one learns, and its folder says what happened."""
+    for answer in answers:
+        for name, run in answer.items():
+            plain = answer["plain mean" if "mean" in name else "plain"]
+            assert differ(run, plain) <= EXACT, name
+            for mine, its in zip(run["weights"], plain["weights"], strict=True):
+                torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+    for name, words in failing.items():
+        record = read_run(folder / name)
+        assert record.events, name
+        assert all(event.kind == "out-of-memory" for event in record.events), name
+        assert any(words in event.why for event in record.events), [event.why for event in record.events]
+        assert all("the global batch stays" in event.done for event in record.events)
+        assert record.notes == ()
+        assert record.lines[-1].micro_batch is not None
+        assert {line.samples for line in record.lines} == {record.lines[0].samples}
+
+
+def test_the_trainer_of_transformers_learns_the_same_whatever_fails(tmp_path: Path, one_thread: None) -> None:
+    del one_thread
+    answer = runs.all_transformers_runs(str(tmp_path))
+    check_runs(
+        [answer], tmp_path, failing={"forward": "4 samples", "backward": "backward", "mean": "2 samples"}
+    )
+    assert not read_run(tmp_path / "watched").events
+    lines = read_run(tmp_path / "watched").lines
+    assert [line.step for line in lines] == [1, 2, 3, 4]
+    assert [line.loss for line in lines] == pytest.approx(answer["plain"]["losses"], abs=1e-3)
+    assert answer["watched"]["logs"][0]["trimtab/step_s"] > 0
+    attempt = read_run(tmp_path / "watched").attempt
+    assert attempt is not None
+    assert (attempt.state, attempt.steps) == ("ended", 4)
+    assert "samples a step: micro-batch 4 x 2" in (tmp_path / "watched" / "summary.txt").read_text()
+
+
+def two_frameworks(folder: str) -> dict[str, Any]:
+    """Run a rank of all trainings, to start processes only once."""
+    return {
+        "transformers": runs.all_transformers_runs(f"{folder}/transformers"),
+        "accelerate": runs.all_accelerate_runs(f"{folder}/accelerate"),
+    }
+
+
+def test_two_ranks_agree_when_only_one_of_them_runs_out_of_memory(tmp_path: Path) -> None:
+    for name in ("transformers", "accelerate"):
+        (tmp_path / name).mkdir()
+    answers = worlds.everywhere(2, two_frameworks, str(tmp_path))
+    for name in ("transformers", "accelerate"):
+        check_runs(
+            [answer[name] for answer in answers],
+            tmp_path / name,
+            failing={"forward": "rank 1", "backward": "rank"},
+        )
+        first, second = (answer[name]["forward"]["weights"] for answer in answers)
+        assert all(torch.equal(mine, its) for mine, its in zip(first, second, strict=True))
+
+
+def end_together(folder: str) -> str:
+    """Run a rank of a training in which a single sample does not fit on rank 0."""
+    try:
+        runs.train_accelerate(Path(folder), model=runs.TextModel(runs.Limit(0.5, rank=0)))  # type: ignore[arg-type]
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        return type(error).__name__
+    return "done"
+
+
+def test_all_ranks_end_if_a_rank_cannot_go_on(tmp_path: Path) -> None:
+    assert worlds.everywhere(2, end_together, str(tmp_path)) == ["OutOfMemoryError", "RecoveryFailedError"]
+    assert "a single sample does not fit" in read_run(tmp_path).events[-2].done
+
+
+def test_a_loop_of_accelerate_learns_the_same_whatever_fails(tmp_path: Path, one_thread: None) -> None:
+    del one_thread
+    answer = runs.all_accelerate_runs(str(tmp_path))
+    check_runs([answer], tmp_path, failing={"forward": "4 samples", "backward": "2 samples"})
+    assert answer["watched"]["figures"]["trimtab/samples_per_s"] > 0
+
+
+def test_lightning_learns_the_same_whatever_fails(tmp_path: Path, one_thread: None) -> None:
+    del one_thread
+    pytest.importorskip("lightning")
+    import lightning_runs
+    from trimtab.integrations.lightning import LightningCallback
+
+    answer = lightning_runs.all_lightning_runs(str(tmp_path))
+    check_runs([answer], tmp_path, failing={"forward": "4 samples", "backward": "2 samples"})
+    assert answer["watched"]["logged"]["trimtab/step_s"] > 0
+    manual = lightning_runs.ManualModule(runs.Limit(2))
+    with pytest.raises(torch.OutOfMemoryError):
+        lightning_runs.train_lightning(
+            module=manual, callback=LightningCallback(out=tmp_path / "manual"), accumulation=1
+        )
+    assert "the run ends" in read_run(tmp_path / "manual").events[0].done
+
+
+def test_lightning_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    import lightning_runs
+
+    answers = worlds.everywhere(2, lightning_runs.all_lightning_runs, str(tmp_path))
+    check_runs(answers, tmp_path, failing={"forward": "rank 1", "backward": "rank"})
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "words"),
+    [
+        (runs.TextModel(runs.Limit(2)), runs.contrastive_loss, "compares samples with each other"),
+        (runs.TextModel(runs.Limit(2), norm=True), runs.mean_loss, "BatchNorm"),
+    ],
+    ids=["contrastive", "batch norm"],
+)
+def test_a_batch_that_cannot_be_split_exactly_ends_the_run(
+    tmp_path: Path, model: Any, loss: Any, words: str
+) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        runs.train_accelerate(tmp_path, model=model, loss=loss)
+    event = read_run(tmp_path).events[0]
+    assert event.done.startswith("the run ends")
+    assert words in event.done
+
+
+def test_no_recovery_if_it_is_turned_off(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        runs.train_transformers(
+            tmp_path, limit=runs.Limit(2), callback=TrimtabCallback(out=tmp_path / "run", recover=False)
+        )
+    assert read_run(tmp_path / "run").events[0].kind == "out-of-memory"
+
+
+def test_the_loss_decides_how_a_batch_is_split() -> None:
+    torch.manual_seed(0)
+    model = runs.TextModel().double()
+    batch = torch.utils.data.default_collate(runs.text_samples(6))
+    rule, _ = find_split_rule(model, lambda part: runs.mean_loss(model, part), batch)
+    assert rule is not None
+    assert rule.name == "a mean over labelled tokens"
+    parts = split_rows(batch, 4)
+    assert [count_samples(part) for part in parts] == [4, 2]
+    with torch.no_grad():
+        whole = float(runs.mean_loss(model, batch))
+        losses = [float(runs.mean_loss(model, part)) for part in parts]
+    pairs = zip(rule.shares(parts), losses, strict=True)
+    assert sum(share * loss for share, loss in pairs) == pytest.approx(whole)
+    rule, _ = find_split_rule(model, lambda part: runs.mean_loss(model, part) * runs_labels(part), batch)
+    assert rule is not None
+    assert rule.name == "a sum"
+    odd = batch | {"extra": torch.zeros(3, 2)}
+    assert "3 rows" in find_split_rule(model, lambda _: None, odd)[1]
+
+
+def runs_labels(batch: Any) -> float:
+    """Return how many labels count."""
+    return float((batch["labels"] != -100).sum())
+
+
+def live_gpt2(folder: Path, *, micro_batch: int = 4, **options: Any) -> str:
+    """Write a live job of a small model and return its name."""
+    batch = {name: torch.zeros(micro_batch, runs.SEQ, dtype=torch.long) for name in ("input_ids", "labels")}
+    parts = LiveParts(runs.make_gpt2(runs.Limit()), batch, micro_batch, **options)
+    return write_live_job(folder, parts, global_batch=16, samples=64)[0]
+
+
+def test_a_live_model_is_rebuilt_without_its_weights(tmp_path: Path) -> None:
+    name = live_gpt2(tmp_path, optimizer=(torch.optim.SGD, {"lr": 0.1}))
+    job = load_job(name)
+    with torch.device("meta"):
+        model, batch = job.model(), job.batch(3)
+        loss = job.loss(model, batch)
+    assert loss.shape == ()
+    assert batch["input_ids"].shape == (3, runs.SEQ)
+    assert isinstance(job.optimizer(model.parameters()), torch.optim.SGD)
+    same = runs.make_gpt2(runs.Limit())
+    assert {key: value.shape for key, value in model.state_dict().items()} == {
+        key: value.shape for key, value in same.state_dict().items()
+    }
+    # Tied weights stay tied.
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert (tmp_path / "job" / "model.modules").stat().st_size < 50_000
+
+
+def test_what_cannot_be_rebuilt_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.extra = lambda: 1  # type: ignore[assignment]
+    with pytest.raises(CannotFollow, match="cannot be rebuilt in another process"):
+        write_live_job(tmp_path, LiveParts(model, torch.zeros(2, 2), 2), global_batch=2)
+    hooked = nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda *_: None)
+    _, notes = write_live_job(tmp_path, LiveParts(hooked, torch.zeros(2, 2), 2), global_batch=2)
+    assert notes == ["a hook on Linear is left out of the prediction"]
+    assert is_importable_script('"""Doc."""\nclass A: pass\nif __name__ == "__main__":\n    train()\n')
+    assert not is_importable_script("model = Model()\nmodel.fit()\n")
+
+
+def predict_large(folder: Path, **options: Any) -> Any:
+    """Predict a model whose micro-batch of 64 needs more than 30 % of an RTX 4090."""
+    import transformers
+
+    batch = {name: torch.zeros(64, 512, dtype=torch.long) for name in ("input_ids", "labels")}
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=32, n_head=2, vocab_size=20_000, bos_token_id=0, eos_token_id=0
+    )
+    cls: Any = transformers.GPT2LMHeadModel
+    parts = LiveParts(cls(config), batch, 64)
+    asked = {"plan": None, "on": "RTX4090", "adapt": "if-needed", "memory": 0.3} | options
+    return predict_or_measure(
+        lambda: write_live_job(folder, parts, global_batch=64), LARGE, name="GPT2LMHeadModel", **asked
+    )
+
+
+LARGE = RunFacts(micro_batch=64, accumulation=1, precision="bf16")
+
+
+def test_the_micro_batch_shrinks_to_what_fits_and_the_global_batch_stays(tmp_path: Path) -> None:
+    found = predict_large(tmp_path)
+    choice = found.plan.choice
+    assert found.is_predicted
+    assert choice.micro_batch < 64
+    assert choice.micro_batch * choice.accumulation == choice.global_batch == 64
+    assert "the global batch of 64 stays: up to" in found.notes[0]
+    # The plan can be given to the callback later; another training is refused.
+    again = check_given_plan(found.plan, LARGE)
+    assert again.micro_batch == choice.micro_batch
+    with pytest.raises(WrongUse, match="global_batch 64, not 128"):
+        check_given_plan(found.plan, LARGE._replace(accumulation=2))
+
+
+@pytest.mark.slow
+def test_a_micro_batch_is_kept_changed_or_refused_as_asked(tmp_path: Path) -> None:
+    kept = predict_large(tmp_path, adapt="never")
+    assert kept.plan.choice.micro_batch == 64
+    assert "may not fit" in kept.notes[0]
+    assert predict_large(tmp_path, memory=0.9).notes == ()
+    assert predict_large(tmp_path, adapt="fastest", memory=0.9).plan.choice.global_batch == 64
+    with pytest.raises(NothingFits):
+        predict_large(tmp_path, memory=0.01)
+
+
+def test_the_trainer_uses_the_micro_batch_of_a_plan(tmp_path: Path) -> None:
+    facts = RunFacts(micro_batch=2, accumulation=4, optimizer="fused")
+    plan = make_measured_plan("GPT2LMHeadModel", facts, "it is a test")
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json(), encoding="utf-8")
+    run = runs.train_transformers(
+        tmp_path, callback=TrimtabCallback(out=tmp_path / "run", plan=file), steps=2
+    )
+    assert (run["micro_batch"], run["accumulation"]) == (2, 4)
+    plain = runs.train_transformers(tmp_path, steps=2)
+    assert differ(run, plain) <= EXACT
+    with pytest.raises(WrongUse, match="precision fp32, not bf16"):
+        runs.train_transformers(tmp_path, callback=TrimtabCallback(out=tmp_path / "b", plan=file), bf16=True)
+
+
+def test_commands_read_the_run_folder(tmp_path: Path) -> None:
+    runs.train_accelerate(tmp_path / "run", model=runs.TextModel(runs.Limit(2)))
+
+    def command(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "trimtab", *words], capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    findings = json.loads(command("doctor", str(tmp_path / "run"), "--json"))["findings"]
+    assert any("ran out of memory once" in finding["what"] for finding in findings)
+    sample = json.loads(command("watch", str(tmp_path / "run"), "--samples", "1", "--json"))
+    assert (sample["runs"][0]["step"], sample["runs"][0]["state"]) == (4, "done")
+    page = tmp_path / "run.html"
+    command("report", str(tmp_path / "run"), "-o", str(page))
+    assert "out-of-memory" in page.read_text(encoding="utf-8")
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(WrongUse, match="if-needed, fastest, never"):
+        RunMonitor(adapt="always")
+    with pytest.raises(WrongUse, match="no Trainer calls it"):
+        TrimtabCallback().on_init_end(None, None, None)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(Path(trimtab.integrations.__file__).parent.glob("*.py")), ids=lambda f: f.stem
+)
+def test_a_module_imports_only_its_own_framework(file: Path) -> None:
+    frameworks = {"transformers", "lightning", "accelerate"}
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found = {name.partition(".")[0] for name in names} & frameworks
+    assert found <= {file.stem}
+    siblings = {name.rpartition(".")[2] for name in names if name.startswith("trimtab.integrations.")}
+    assert not siblings & frameworks

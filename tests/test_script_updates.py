@@ -1,0 +1,95 @@
+"""Scripts without torch.optim, with nn.DataParallel, and with checkpoints in the middle of training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trimtab.errors import CannotFollow
+from trimtab.probe.detect import as_cluster
+from trimtab.scripts.command import parse_command
+from trimtab.scripts.estimate import estimate_script
+
+if TYPE_CHECKING:
+    from trimtab.scripts.estimate import ScriptEstimate
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def follow(script: str, *arguments: str, on: str = "H200", launcher: tuple[str, ...] = ()) -> ScriptEstimate:
+    words = [sys.executable, *launcher, str(SCRIPTS / script), *arguments]
+    return estimate_script(parse_command(words, environment=os.environ), as_cluster(on))
+
+
+@pytest.fixture(autouse=True)
+def in_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_script_without_an_optimizer_is_followed_by_its_backward_passes() -> None:
+    found = follow("by_hand.py", "--batch_size", "16")
+    facts = {fact.name: fact for fact in found.script.found}
+    assert facts["optimizer"].value == "none"
+    assert "itself" in facts["optimizer"].where
+    assert found.estimate.parts.optimizer == 0
+    assert found.estimate.parts.weights > 0
+    assert not [note for note in found.estimate.assumptions if "failed" in note]
+
+
+def test_data_parallel_on_one_gpu_passes_its_inputs_on() -> None:
+    plain, wrapped = (follow("classifier.py", *flags) for flags in ((), ("--data-parallel",)))
+    assert wrapped.estimate.allocated_bytes == plain.estimate.allocated_bytes
+
+
+def test_data_parallel_on_two_gpus_is_refused() -> None:
+    with pytest.raises(CannotFollow, match="DataParallel"):
+        follow("classifier.py", "--data-parallel", on="2xH200")
+
+
+def test_fully_shard_moves_a_model_from_the_cpu() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    plain, moved = (
+        follow("fsdp2.py", *flags, on="2xH200", launcher=torchrun) for flags in ((), ("--build-on-cpu",))
+    )
+    assert moved.estimate.parts.weights == plain.estimate.parts.weights
+    assert moved.estimate.parts.optimizer == plain.estimate.parts.optimizer > 0
+
+
+SAVES = """
+import io, os, shutil
+import torch
+from safetensors.torch import load_file, save_file
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    model(torch.randn(4, 8).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "last.pt")
+    shutil.copyfile("last.pt", "best.pt")
+    with open("whole.pt", "wb") as file:
+        torch.save(model, file)
+    loaded = torch.load("best.pt", map_location="cuda")
+    assert loaded["step"] == step and os.path.getsize("whole.pt") > 0
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    model.load_state_dict(torch.load("whole.pt", weights_only=False).state_dict())
+    save_file(model.state_dict(), "model.safetensors", metadata={"format": "pt"})
+    assert os.path.getsize("model.safetensors") > 4 * 72
+    model.load_state_dict(load_file("model.safetensors", device="cuda"))
+    buffer = io.BytesIO()
+    torch.save(torch.arange(3), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer).tolist() == [0, 1, 2]
+"""
+
+
+def test_a_script_saves_and_loads_between_its_steps(tmp_path: Path) -> None:
+    Path("saves.py").write_text(SAVES, encoding="utf-8")
+    found = follow(str(tmp_path / "saves.py"))
+    assert "save" in {phase.name for phase in found.phases}
+    assert not [note for note in found.estimate.assumptions if "failed" in note]
