@@ -12,7 +12,7 @@ from trimtab.predict.calibration import read_own_calibration
 from trimtab.predict.capacity import judge_fully
 from trimtab.predict.estimate import estimate_trace
 from trimtab.predict.memory import allocator_events
-from trimtab.scripts.command import format_command
+from trimtab.scripts.command import format_command, set_processes
 from trimtab.scripts.follow import follow_script
 from trimtab.spec import (
     Allocator,
@@ -56,6 +56,8 @@ def estimate_script(
 ) -> ScriptEstimate:
     """Follow a command on the smallest device of a cluster, and estimate it there."""
     device = smallest_device(cluster)
+    if command.processes_follow_gpus:
+        command = set_processes(command, max(len(node.devices) for node in cluster.nodes))
     refuse_too_few(command, cluster)
     per_node = max(len(node.devices) for node in cluster.nodes)
     devices = command.processes if command.launcher != "python" else per_node

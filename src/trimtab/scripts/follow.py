@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from trimtab.errors import EnvironmentFault, JobFailed, error_from_dict
 from trimtab.scripts.command import format_command
 from trimtab.scripts.interpreters import can_import_trimtab
+from trimtab.scripts.offline import sandbox_environment
 from trimtab.scripts.result import ScriptRequest, ScriptResult
 from trimtab.trace.child_process import parent_variable
 
@@ -48,7 +49,7 @@ def follow_script(
             found=problem,
             cure="Install trimtab in the environment of the script, or name the Python that has both.",
         )
-    with tempfile.TemporaryDirectory(prefix="trimtab-script-") as folder:
+    with tempfile.TemporaryDirectory(prefix="trimtab-") as folder:
         scratch = Path(folder)
         request, answer, log = (scratch / name for name in ("request.json", "result.json", "output.txt"))
         (scratch / "files").mkdir()
@@ -61,11 +62,14 @@ def follow_script(
         request.write_text(asked.to_json(), encoding="utf-8")
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: S603 - the user's own command
-                [command.interpreter, "-m", "trimtab.scripts.worker", str(request), str(answer)],
+                [
+                    *(command.interpreter, *command.interpreter_options),
+                    *("-m", "trimtab.scripts.worker", str(request), str(answer)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=_environment(scratch / "files"),
                 start_new_session=True,
             )
             try:
@@ -83,10 +87,16 @@ def add_output(error: TrimtabError, log: Path) -> TrimtabError:
     return error
 
 
-def _environment() -> dict[str, str]:
+def _environment(scratch: Path) -> dict[str, str]:
     """Return the environment of the child; it imports this trimtab, wherever its Python comes from."""
     paths = [str(PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | parent_variable() | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    offline = sandbox_environment(scratch)
+    return (
+        os.environ
+        | parent_variable()
+        | offline
+        | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    )
 
 
 def _wait(

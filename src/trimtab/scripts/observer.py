@@ -35,6 +35,10 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
+BENCHMARK_NOTE = (
+    "torch.backends.cudnn.benchmark is on: while cuDNN tries its kernels in the first step, convolutions may "
+    "take more workspace than is counted here"
+)
 OWN_FOLDER = str(Path(__file__).parent.parent)
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
@@ -163,6 +167,7 @@ class Observer:
     _forward_end: int = 0
     _over_at: float = 0.0
     _extra_steps: int = 0
+    _saw_autocast: bool = False
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
@@ -245,6 +250,11 @@ class Observer:
         if recorder.records_work:
             recorder.add_work(ENTER_WORK if root else CALL_WORK)
         self._depth += main
+        if main and not self._saw_autocast and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda"):
+            # Some libraries switch it on inside of the model's own call.
+            self._saw_autocast = True
+            self.facts.pop("precision", None)
+            self.learn("precision", *describe_precision(module))
         try:
             return call(module, *args, **kwargs)
         finally:
@@ -288,6 +298,8 @@ class Observer:
         self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
         if first.dim() == 2 and not first.is_floating_point():  # noqa: PLR2004 - samples x positions
             self.lengths[first.shape[1]] = self.lengths.get(first.shape[1], 0) + 1
+        if torch.backends.cudnn.benchmark:
+            self.notes[BENCHMARK_NOTE] = None
         if "precision" not in self.facts:
             self.learn("precision", *describe_precision(module))
 

@@ -12,14 +12,18 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
+from trimtab.scripts.launchers import launcher_environment
 from trimtab.scripts.result import ScriptRequest, ScriptResult
+from trimtab.scripts.sandbox import install_sandbox
 from trimtab.trace.child_process import end_with_parent
+from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
     from trimtab.scripts.observer import Observer
+    from trimtab.scripts.sandbox_record import SandboxRecord
 
 
 def run_worker(request_file: str, result_file: str) -> None:
@@ -29,6 +33,9 @@ def run_worker(request_file: str, result_file: str) -> None:
     request = ScriptRequest.from_json(Path(request_file).read_bytes())
     command = request.command
     _set_environment(request)
+    sandbox = install_sandbox(
+        Path(request.scratch), script=command.target, writable=[Path(result_file).parent]
+    )
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,12 +46,13 @@ def run_worker(request_file: str, result_file: str) -> None:
     from trimtab.trace.kernels import Kernels
 
     install_fake_cuda(request.device)
+    os.environ.update(launcher_environment(command))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = ScriptRecorder(Kernels(request.device), fake_mode)
     observer: Observer
 
     def finish() -> None:
-        _write(result_file, make_result(observer))
+        _write(result_file, make_result(observer, sandbox))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -77,33 +85,22 @@ def _set_environment(request: ScriptRequest) -> None:
     # Fake tensors belong to one thread.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(request.devices)))
-    if command.launcher == "torchrun" or command.world_size > 1:
-        os.environ.update(
-            RANK="0",
-            LOCAL_RANK="0",
-            GROUP_RANK="0",
-            WORLD_SIZE=str(command.world_size),
-            LOCAL_WORLD_SIZE=str(command.processes),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="29500",
-        )
 
 
 def _run_script(request: ScriptRequest) -> None:
     """Run the script as the main program, with its own arguments."""
     command = request.command
     warnings.simplefilter("default")
+    sys.argv = [command.target, *command.added_arguments, *command.arguments]
     if command.is_module:
-        sys.argv = [command.target, *command.arguments]
         sys.path[0] = str(Path.cwd())
         runpy.run_module(command.target, run_name="__main__", alter_sys=True)
         return
-    sys.argv = [command.target, *command.arguments]
     sys.path[0] = str(Path(command.target).resolve().parent)
     runpy.run_path(command.target, run_name="__main__")
 
 
-def make_result(observer: Observer) -> ScriptResult:
+def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
     """Return what was found out about the script."""
     if not observer.steps:
         return ScriptResult(error=_describe_no_step(observer).to_dict())
@@ -119,7 +116,23 @@ def make_result(observer: Observer) -> ScriptResult:
         micro_batches=tuple(observer.micro_batches.items()),
         lengths=tuple(observer.lengths.items()),
         loader_s=observer.loader_s / observer.loader_batches if observer.loader_batches else None,
+        **_describe_sandbox(sandbox),
     )
+
+
+def _describe_sandbox(sandbox: SandboxRecord) -> dict[str, Any]:
+    """Return what the script tried to write and to reach, for the result."""
+    found = sandbox.to_builtins()
+    writes = [
+        f"{write['path']} ({format_bytes(write['bytes'] or 0)}), {write['where']}"
+        for write in found["writes"]
+        if not write["is_removed"]
+    ]
+    refused = [
+        f"the script tried to reach {attempt['address']} at {attempt['where']}, and was kept off the network"
+        for attempt in found["network"]
+    ]
+    return {"writes": tuple(writes), "notes": (*found["notes"], *refused)}
 
 
 def _describe_no_step(observer: Observer) -> TrimtabError:
@@ -167,22 +180,25 @@ def _describe_failure(error: BaseException) -> TrimtabError:
     plain.__traceback__ = error.__traceback__
     if _is_own_fault(plain):
         return job_error("the script", plain, "Run it without trimtab to see whether it works.")
-    cure = "Write that part with other operations, or leave it out; please report it, with the operation."
+    cure = (
+        "If the script fails in the same way without trimtab, correct it there. If it works on a GPU, this "
+        "is a bug in trimtab: please report it, with the operation. Until then, leave that part out."
+    )
     return tracing_error("the script", plain, cure)
 
 
 def _is_own_fault(error: Exception) -> bool:
     """Return whether an error has nothing to do with fake tensors: a missing file, package or argument."""
     from trimtab.jobs.load import OPERATION
-    from trimtab.trace.fake_cuda import is_library_file
 
     if hasattr(error, OPERATION):
         return False
-    frames = traceback.extract_tb(error.__traceback__)
-    if frames and not is_library_file(frames[-1].filename) and "trimtab" not in frames[-1].filename:
-        # The script itself raised it.
+    if isinstance(error, OSError | ImportError | SyntaxError | JobFailed):
         return True
-    return isinstance(error, OSError | ImportError | SyntaxError | JobFailed | KeyError | NameError)
+    frames = traceback.extract_tb(error.__traceback__)
+    # The script, or a library that it calls, raised it; not torch, and nothing that stands in for torch.
+    last = Path(frames[-1].filename).parts if frames else ("torch",)
+    return not {"torch", "trimtab"}.intersection(last)
 
 
 def _write(file: str, result: ScriptResult) -> None:
