@@ -86,3 +86,24 @@ def test_the_readme_names_every_verb() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for verb in api.VERBS:
         assert verb in NOT_IN_README or f"trimtab {verb}" in text
+
+
+JOB_FILE = re.compile(r"```python\n# (?P<file>\w+\.py)\n(?P<source>.*?)```", re.DOTALL)
+JOB_FILES = list(JOB_FILE.finditer((ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("match", JOB_FILES, ids=lambda match: match["file"])
+def test_every_job_in_the_documentation_trains(match: re.Match[str], tmp_path: Path) -> None:
+    for package in ("lightning", "torch_geometric"):
+        if f"{package}" in match["source"]:
+            pytest.importorskip(package)
+    file = tmp_path / match["file"]
+    file.write_text(match["source"], encoding="utf-8")
+    name = re.findall(r"^class (\w+)\(trimtab.Job\)", match["source"], re.MULTILINE)[0]
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", "train", f"{file}:{name}", "--steps", "3", "--pin", "micro_batch=4",
+         "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, check=False, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("iter ") == 3
