@@ -228,6 +228,8 @@ def test_the_processes_follow_the_gpus_and_the_global_batch_stays() -> None:
     assert plan.script is not None
     assert any("4 processes instead of 8" in note for note in plan.script.notes)
     assert len(plan.places) == 4
+    assert "as given" not in plan.recommendation
+    assert not any(candidate.why.startswith("as given") for candidate in plan.runners_up)
 
 
 def test_a_command_without_a_launcher_keeps_to_a_gpu() -> None:
