@@ -59,6 +59,7 @@ VARIABLES = (
         "TRIMTAB_CALIBRATIONS",
         "folder for the measurements of `trimtab calibrate`; default: your data folder",
     ),
+    ("TRIMTAB_SANDBOX", "set by trimtab while it follows a script: the folder that takes what it writes"),
     ("TRIMTAB_HOST_GIB", "host memory that tracing a job may use, in GiB; default 3"),
     ("TRIMTAB_PROGRESS", "0 turns progress messages on stderr off"),
     ("TRIMTAB_PARENT", "set by trimtab for child processes, which end when it ends"),

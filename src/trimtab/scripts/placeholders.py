@@ -50,7 +50,7 @@ SAFETENSORS_NAMES = {
 
 
 @dataclass(frozen=True)
-class TensorShape:
+class SavedTensor:
     """What is kept of a tensor that has no memory."""
 
     size: tuple[int, ...]
@@ -215,7 +215,7 @@ class Placeholders:
         if not self.is_pretended(local) and size <= MOST_KEPT_BYTES:
             return tensor
         strided = local.layout == torch.strided
-        return TensorShape(
+        return SavedTensor(
             size=tuple(local.shape),
             stride=tuple(local.stride()) if strided else (),
             dtype=local.dtype,
@@ -368,7 +368,7 @@ def _build(shape: Any, map_location: Any, built: dict[Any, Any]) -> Any:
     """Return the tensor for a shape, the same one for tied weights."""
     import torch
 
-    if not isinstance(shape, TensorShape):
+    if not isinstance(shape, SavedTensor):
         return shape
     key = (shape.storage, shape.offset, shape.size, shape.stride)
     if key not in built:
