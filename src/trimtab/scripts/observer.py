@@ -167,6 +167,8 @@ class Observer:
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
     _has_backward: bool = False
+    _described: Any = None
+    """The model of the last training call."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -182,6 +184,9 @@ class Observer:
         """Run a module, or return what it returned before if the call only repeats others."""
         if threading.get_ident() != self._main or self.recorder.paused:
             return self._enter(call, module, args, kwargs)
+        if self._depth and self._described is not None and "precision" not in self.facts:
+            # Frameworks turn autocast on inside of the model's call.
+            self.learn("precision", *describe_precision(self._described))
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
@@ -288,8 +293,7 @@ class Observer:
         self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
         if first.dim() == 2 and not first.is_floating_point():  # noqa: PLR2004 - samples x positions
             self.lengths[first.shape[1]] = self.lengths.get(first.shape[1], 0) + 1
-        if "precision" not in self.facts:
-            self.learn("precision", *describe_precision(module))
+        self._described = module
 
     # Steps
 
@@ -318,11 +322,9 @@ class Observer:
         self._call_number = 0
         self._inputs = []
 
-    def end_step(self, optimizer: Any) -> None:
-        """Note that an optimizer has stepped; None if the script changes its parameters without one."""
-        if "step0" not in self.recorder.marks:
-            return
-        self.label_weights()
+    def _note_optimizer(self, optimizer: Any) -> None:
+        if "precision" not in self.facts and self._described is not None:
+            self.learn("precision", *describe_precision(self._described))
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
@@ -330,6 +332,13 @@ class Observer:
                 self.optimizers[id(optimizer)] = optimizer
                 self.learn("optimizer", describe_optimizer(optimizer))
             self._label_optimizer(optimizer)
+
+    def end_step(self, optimizer: Any) -> None:
+        """Note that an optimizer has stepped; None if the script changes its parameters without one."""
+        if "step0" not in self.recorder.marks:
+            return
+        self.label_weights()
+        self._note_optimizer(optimizer)
         self._first = self._first or id(optimizer)
         if id(optimizer) != self._first:
             return

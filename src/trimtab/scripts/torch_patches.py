@@ -178,7 +178,9 @@ def _patch_loaders(observer: Observer) -> None:
             observer.learn("loader", f"batch_size={loader.batch_size}, num_workers={workers}")
         loader.__dict__["num_workers"] = 0
         try:
-            return _SingleProcessDataLoaderIter(loader)
+            iterator: Any = _SingleProcessDataLoaderIter(loader)
+            iterator._trimtab_is_late = observer.is_over
+            return iterator
         finally:
             loader.__dict__["num_workers"] = workers
 
@@ -188,7 +190,9 @@ def _patch_loaders(observer: Observer) -> None:
     def next_batch(iterator: Any) -> Any:
         observer.check_time()
         count = iterator.__dict__.setdefault("_trimtab_count", 0)
-        if observer.is_over and (torch.is_grad_enabled() or count >= LAST_BATCHES):
+        # A loader that was in use in the third step ends; one that begins later may be for an evaluation.
+        late = iterator.__dict__.get("_trimtab_is_late", False)
+        if observer.is_over and ((torch.is_grad_enabled() and not late) or count >= LAST_BATCHES):
             raise StopIteration
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
