@@ -259,14 +259,9 @@ def write_pairs(folder: Path) -> None:
     )
     names = "          '0': other\n          '1': same\n"
     label = f"  - name: label\n    dtype:\n      class_label:\n        names:\n{names}"
-    write_text(
-        target,
-        "README.md",
-        [
-            f"---\ndataset_info:\n- config_name: mrpc\n  features:\n{features}{label}"
-            f"configs:\n- config_name: mrpc\n  data_files:\n{files}---"
-        ],
-    )
+    info = f"dataset_info:\n- config_name: mrpc\n  features:\n{features}{label}"
+    configs = f"configs:\n- config_name: mrpc\n  data_files:\n{files}"
+    write_text(target, "README.md", [f"---\n{info}{configs}---"])
 
 
 def write_chats(folder: Path, name: str = "chats") -> None:
@@ -277,22 +272,6 @@ def write_chats(folder: Path, name: str = "chats") -> None:
             {"messages": [{"role": "user", "content": first}, {"role": "assistant", "content": second}]}
         )
         for first, second in zip(questions, answers, strict=True)
-    ]
-    write_text(folder, f"{name}/train.jsonl", rows)
-
-
-def write_preferences(folder: Path, name: str = "preferences") -> None:
-    """Write prompts with a chosen and a rejected answer, as TRL's preference optimisation takes them."""
-    prompts, chosen, rejected = (make_sentences(200, 10, 80, seed) for seed in (5, 6, 7))
-    rows = [
-        json.dumps(
-            {
-                "prompt": [{"role": "user", "content": prompt}],
-                "chosen": [{"role": "assistant", "content": good}],
-                "rejected": [{"role": "assistant", "content": bad}],
-            }
-        )
-        for prompt, good, bad in zip(prompts, chosen, rejected, strict=True)
     ]
     write_text(folder, f"{name}/train.jsonl", rows)
 
