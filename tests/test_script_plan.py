@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +228,8 @@ def test_the_processes_follow_the_gpus_and_the_global_batch_stays() -> None:
     assert plan.script is not None
     assert any("4 processes instead of 8" in note for note in plan.script.notes)
     assert len(plan.places) == 4
+    assert "as given" not in plan.recommendation
+    assert not any(candidate.why.startswith("as given") for candidate in plan.runners_up)
 
 
 def test_a_command_without_a_launcher_keeps_to_a_gpu() -> None:
@@ -388,3 +392,17 @@ def test_options_that_a_command_does_not_have_are_refused(
     assert found in raised.value.found
     with pytest.raises(WrongUse, match="a job was given"):
         trimtab.plan("slm:tiny", "H100", vary=["--batch-size"])
+
+
+@pytest.mark.slow
+def test_a_real_script_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is tested above; here a script is followed for each of its runs."""
+    monkeypatch.chdir(Path(__file__).parent / "scripts")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    line = "python accumulate.py --batch_size 2 --accumulation_steps 4 --gradient_checkpointing"
+    plan = trimtab.plan(on="H200", command=line.split())
+    assert typed(plan) == "python accumulate.py --batch_size 8 --accumulation_steps 1"
+    assert plan.choice.global_batch == 8
+    assert plan.script is not None
+    assert {"micro_batch", "precision"} <= {fact.name for fact in plan.script.found}
+    assert plan.phases

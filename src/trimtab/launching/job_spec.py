@@ -49,7 +49,9 @@ class JobSpec(Noun, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """The name for people."""
-        return f"{self.plan.job}: {self.plan.choice.strategy}, {_count_processes(self.resources)}"
+        script = self.plan.script
+        what = self.plan.job if script is None else script.command
+        return f"{what}: {self.plan.choice.strategy}, {_count_processes(self.resources)}"
 
     def faults(self) -> list[str]:
         """It can be started, and what is kept has a place."""

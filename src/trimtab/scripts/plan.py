@@ -119,7 +119,11 @@ def plan_script(  # noqa: PLR0913 - what a plan depends on
             changes=best.changes,
             found=report.found,
             writes=report.writes,
-            notes=tuple(dict.fromkeys((*knobs.notes, *notes, *report.notes))),
+            notes=tuple(
+                note
+                for note in dict.fromkeys((*knobs.notes, *notes, *report.notes))
+                if note not in estimate.assumptions
+            ),
         ),
         phases=best.run.phases,
     )

@@ -43,7 +43,7 @@ def list_reasons(search: ScriptSearch, best: ScriptAttempt, cluster: Cluster) ->
 def _explain_gpus(search: ScriptSearch, setting: Setting) -> str:
     if setting.gpus == search.command.world_size:
         return "as the command starts it"
-    return f"the command starts {search.command.world_size} processes"
+    return f"all that the plan is for; the command starts {search.command.world_size} processes"
 
 
 def _explain_micro_batch(search: ScriptSearch, best: ScriptAttempt) -> str:
@@ -166,7 +166,7 @@ def list_runners_up(search: ScriptSearch, best: ScriptAttempt) -> tuple[Candidat
         Candidate(
             setting=attempt.setting,
             estimate=attempt.run.estimate,
-            why=("as given, " if attempt is search.attempts[0] else "") + _compare(attempt, best),
+            why="as given, " * (not attempt.changes) + _compare(attempt, best),
         )
         for attempt in chosen
         if attempt.run is not None
@@ -208,12 +208,15 @@ def write_recommendation(search: ScriptSearch, best: ScriptAttempt) -> str:
     memory = f"{format_bytes(best.need_bytes)} of {format_bytes(best.limit_bytes)} that may be used"
     if not best.changes:
         return f"Keep the command as it is: {memory}, and nothing else that was tried is faster."
-    if not first.fits:
+    if not first.fits and not first.changes:
         return f"Type the command above: {memory}. As given it does not fit ({_format_need(first)})."
     if not first.sample_s or not best.sample_s:
         return f"Type the command above: {memory}."
-    gain = first.sample_s / best.sample_s
     step = format_step(best.sample_s * best.setting.global_batch)
+    if first.changes:
+        # The command as given has another number of processes, and was not run.
+        return f"Type the command above: {step} a step, {memory}."
+    gain = first.sample_s / best.sample_s
     return f"Type the command above: {gain:.2f} times as fast as given, {step} a step, {memory}."
 
 
