@@ -6,7 +6,6 @@ Everything is generated from fixed seeds, so that two machines prepare the same 
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import pickle
@@ -242,7 +241,7 @@ def write_metric(folder: Path, name: str) -> None:
 
 
 def write_pairs(folder: Path) -> None:
-    """Write pairs of sentences with labels: as CSV files, and as the data set nyu-mll/glue, mrpc."""
+    """Write pairs of sentences with labels: as the data set nyu-mll/glue, mrpc."""
     target = folder / "nyu-mll" / "glue"
     for split, count in (("train", 640), ("validation", 64), ("test", 64)):
         firsts, seconds = make_sentences(count, 12, 36, 1), make_sentences(count, 12, 36, 2)
@@ -251,15 +250,18 @@ def write_pairs(folder: Path) -> None:
             for index, (first, second) in enumerate(zip(firsts, seconds, strict=True))
         ]
         write_text(target, f"{split}.jsonl", [json.dumps(row) for row in rows])
-        with (folder / f"{split}.csv").open("w", newline="", encoding="utf-8") as file:
-            lines = csv.DictWriter(file, ["sentence1", "sentence2", "label"], extrasaction="ignore")
-            lines.writeheader()
-            # Words, because transformers takes no numbers as the names of labels.
-            lines.writerows({**row, "label": "other" if row["label"] else "same"} for row in rows)
     files = "".join(
         f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "validation", "test")
     )
-    write_text(target, "README.md", [f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}---"])
+    features = "".join(
+        f"  - name: {name}\n    dtype: {kind}\n"
+        for name, kind in (("sentence1", "string"), ("sentence2", "string"), ("idx", "int64"))
+    )
+    names = "          '0': other\n          '1': same\n"
+    label = f"  - name: label\n    dtype:\n      class_label:\n        names:\n{names}"
+    info = f"dataset_info:\n- config_name: mrpc\n  features:\n{features}{label}"
+    configs = f"configs:\n- config_name: mrpc\n  data_files:\n{files}"
+    write_text(target, "README.md", [f"---\n{info}{configs}---"])
 
 
 def write_chats(folder: Path, name: str = "chats") -> None:
@@ -270,22 +272,6 @@ def write_chats(folder: Path, name: str = "chats") -> None:
             {"messages": [{"role": "user", "content": first}, {"role": "assistant", "content": second}]}
         )
         for first, second in zip(questions, answers, strict=True)
-    ]
-    write_text(folder, f"{name}/train.jsonl", rows)
-
-
-def write_preferences(folder: Path, name: str = "preferences") -> None:
-    """Write prompts with a chosen and a rejected answer, as TRL's preference optimisation takes them."""
-    prompts, chosen, rejected = (make_sentences(200, 10, 80, seed) for seed in (5, 6, 7))
-    rows = [
-        json.dumps(
-            {
-                "prompt": [{"role": "user", "content": prompt}],
-                "chosen": [{"role": "assistant", "content": good}],
-                "rejected": [{"role": "assistant", "content": bad}],
-            }
-        )
-        for prompt, good, bad in zip(prompts, chosen, rejected, strict=True)
     ]
     write_text(folder, f"{name}/train.jsonl", rows)
 

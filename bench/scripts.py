@@ -312,9 +312,9 @@ def _framework_cases() -> list[ScriptCase]:
             "transformers-glue",
             "transformers",
             f"{root}/text-classification",
-            "python run_glue.py --model_name_or_path bert-base-cased --train_file train.csv --validation_file"
-            " validation.csv --do_train --do_eval --max_seq_length 128 --per_device_train_batch_size 32"
-            " --learning_rate 2e-5 --num_train_epochs 3 --output_dir out",
+            "python run_glue.py --model_name_or_path bert-base-cased --task_name mrpc --do_train --do_eval"
+            " --max_seq_length 128 --per_device_train_batch_size 32 --learning_rate 2e-5"
+            " --num_train_epochs 3 --output_dir out",
             (write_glue,),
             copy=f"{root}/text-classification",
             packages=DATASETS,
@@ -332,17 +332,6 @@ def _framework_cases() -> list[ScriptCase]:
             packages=(*DATASETS, "trl", "peft"),
         ),
         ScriptCase(
-            "trl-dpo-lora",
-            "trl",
-            ".",
-            "python trl/scripts/dpo.py --model_name_or_path llama-1b --dtype bfloat16 --dataset_name"
-            " preferences --learning_rate 5.0e-6 --per_device_train_batch_size 4 --max_length 512"
-            " --gradient_accumulation_steps 2 --use_peft --lora_r 16 --lora_alpha 16 --bf16 --output_dir out",
-            (data.write_llama, data.write_preferences),
-            copy="trl",
-            packages=(*DATASETS, "trl", "peft"),
-        ),
-        ScriptCase(
             "lightning-transformer",
             "pytorch-lightning",
             "examples/pytorch/basics",
@@ -350,16 +339,6 @@ def _framework_cases() -> list[ScriptCase]:
             (data.write_wikitext_file,),
             copy="examples/pytorch/basics",
             packages=lightning,
-        ),
-        ScriptCase(
-            "lightning-imagenet",
-            "pytorch-lightning",
-            "examples/pytorch/domain_templates",
-            "python imagenet.py fit --model.data_path images --model.arch resnet50 --model.batch_size 64"
-            " --trainer.precision bf16-mixed",
-            (data.write_images,),
-            copy="examples/pytorch/domain_templates",
-            packages=(*lightning, "jsonargparse"),
         ),
         ScriptCase(
             "fabric-language-model",

@@ -93,3 +93,47 @@ def test_a_script_saves_and_loads_between_its_steps(tmp_path: Path) -> None:
     found = follow(str(tmp_path / "saves.py"))
     assert "save" in {phase.name for phase in found.phases}
     assert not [note for note in found.estimate.assumptions if "failed" in note]
+
+
+CLIPS = """
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+model.cuda()
+for step in range(4):
+    model(torch.randn(4, 8).cuda()).sum().backward()
+    gradients = [tensor.grad for group in optimizer.param_groups for tensor in group["params"]]
+    assert step > 2 or all(gradient is not None for gradient in gradients)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_an_optimizer_made_before_the_model_moved_sees_its_gradients(tmp_path: Path) -> None:
+    Path("clips.py").write_text(CLIPS, encoding="utf-8")
+    assert follow(str(tmp_path / "clips.py")).estimate.parts.optimizer > 0
+
+
+EVALUATES = """
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader(torch.randn(64, 64), batch_size=8):
+    with torch.enable_grad():
+        model(batch.cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+losses = []
+for batch in DataLoader(torch.randn(64, 64), batch_size=8):
+    with torch.no_grad():
+        losses.append(model(batch.cuda()).sum())
+print(torch.stack(losses).mean().item())
+"""
+
+
+def test_an_evaluation_after_the_third_step_gets_its_batches(tmp_path: Path) -> None:
+    Path("evaluates.py").write_text(EVALUATES, encoding="utf-8")
+    found = follow(str(tmp_path / "evaluates.py"))
+    assert "evaluation" in {phase.name for phase in found.phases}
+    assert not [note for note in found.estimate.assumptions if "failed" in note]

@@ -167,11 +167,12 @@ class Observer:
     _forward_end: int = 0
     _over_at: float = 0.0
     _extra_steps: int = 0
-    _saw_autocast: bool = False
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
     _has_backward: bool = False
+    _described: Any = None
+    """The model of the last training call."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -187,6 +188,9 @@ class Observer:
         """Run a module, or return what it returned before if the call only repeats others."""
         if threading.get_ident() != self._main or self.recorder.paused:
             return self._enter(call, module, args, kwargs)
+        if self._depth and self._described is not None and "precision" not in self.facts:
+            # Frameworks turn autocast on inside of the model's call.
+            self.learn("precision", *describe_precision(self._described))
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
@@ -250,11 +254,6 @@ class Observer:
         if recorder.records_work:
             recorder.add_work(ENTER_WORK if root else CALL_WORK)
         self._depth += main
-        if main and not self._saw_autocast and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda"):
-            # Some libraries switch it on inside of the model's own call.
-            self._saw_autocast = True
-            self.facts.pop("precision", None)
-            self.learn("precision", *describe_precision(module))
         try:
             return call(module, *args, **kwargs)
         finally:
@@ -300,8 +299,7 @@ class Observer:
             self.lengths[first.shape[1]] = self.lengths.get(first.shape[1], 0) + 1
         if torch.backends.cudnn.benchmark:
             self.notes[BENCHMARK_NOTE] = None
-        if "precision" not in self.facts:
-            self.learn("precision", *describe_precision(module))
+        self._described = module
 
     # Steps
 
@@ -330,11 +328,9 @@ class Observer:
         self._call_number = 0
         self._inputs = []
 
-    def end_step(self, optimizer: Any) -> None:
-        """Note that an optimizer has stepped; None if the script changes its parameters without one."""
-        if "step0" not in self.recorder.marks:
-            return
-        self.label_weights()
+    def _note_optimizer(self, optimizer: Any) -> None:
+        if "precision" not in self.facts and self._described is not None:
+            self.learn("precision", *describe_precision(self._described))
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
@@ -342,6 +338,13 @@ class Observer:
                 self.optimizers[id(optimizer)] = optimizer
                 self.learn("optimizer", describe_optimizer(optimizer))
             self._label_optimizer(optimizer)
+
+    def end_step(self, optimizer: Any) -> None:
+        """Note that an optimizer has stepped; None if the script changes its parameters without one."""
+        if "step0" not in self.recorder.marks:
+            return
+        self.label_weights()
+        self._note_optimizer(optimizer)
         self._first = self._first or id(optimizer)
         if id(optimizer) != self._first:
             return

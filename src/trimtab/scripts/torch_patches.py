@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,17 +128,26 @@ def _patch_modules(observer: Observer) -> None:
     put(torch.nn.Module, "__call__", call)
 
 
+made_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def find_moved_parameters(optimizer: Any) -> None:
+    """Give an optimizer the parameters that its own have become."""
+    for group in getattr(optimizer, "param_groups", ()):
+        if any(hasattr(tensor, MOVED) for tensor in group["params"]):
+            group["params"] = [follow_moves(tensor) for tensor in group["params"]]
+
+
 def _patch_optimizers(observer: Observer) -> None:
     def before(optimizer: Any, _: Any, __: Any) -> None:
-        for group in optimizer.param_groups:
-            if any(hasattr(tensor, MOVED) for tensor in group["params"]):
-                group["params"] = [follow_moves(tensor) for tensor in group["params"]]
+        find_moved_parameters(optimizer)
 
     make: Any = torch.optim.Optimizer.__init__
 
     @functools.wraps(make)
     def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         observer.has_optimizer = True
+        made_optimizers.add(optimizer)
         make(optimizer, *args, **kwargs)
 
     put(torch.optim.Optimizer, "__init__", init)
@@ -159,6 +169,9 @@ def _patch_backward(observer: Observer) -> None:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         observer.begin_backward()
+        # A script may read its gradients through an optimizer that it made before it moved the model.
+        for optimizer in made_optimizers:
+            find_moved_parameters(optimizer)
         try:
             original(*args, **kwargs)
         finally:
@@ -178,7 +191,9 @@ def _patch_loaders(observer: Observer) -> None:
             observer.learn("loader", f"batch_size={loader.batch_size}, num_workers={workers}")
         loader.__dict__["num_workers"] = 0
         try:
-            return _SingleProcessDataLoaderIter(loader)
+            iterator: Any = _SingleProcessDataLoaderIter(loader)
+            iterator._trimtab_is_late = observer.is_over
+            return iterator
         finally:
             loader.__dict__["num_workers"] = workers
 
@@ -188,7 +203,9 @@ def _patch_loaders(observer: Observer) -> None:
     def next_batch(iterator: Any) -> Any:
         observer.check_time()
         count = iterator.__dict__.setdefault("_trimtab_count", 0)
-        if observer.is_over and (torch.is_grad_enabled() or count >= LAST_BATCHES):
+        # A loader that was in use in the third step ends; one that begins later may be for an evaluation.
+        late = iterator.__dict__.get("_trimtab_is_late", False)
+        if observer.is_over and ((torch.is_grad_enabled() and not late) or count >= LAST_BATCHES):
             raise StopIteration
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
