@@ -167,6 +167,8 @@ class Observer:
     _forward_end: int = 0
     _over_at: float = 0.0
     _extra_steps: int = 0
+    _late_passes: int = 0
+    """Backward passes of the current step, after the third step."""
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
@@ -238,8 +240,8 @@ class Observer:
         """Return whether the coming micro-batch repeats the ones before it."""
         units = self.units
         if self.is_over:
-            # A script without an optimizer reads its gradients, and skipped calls leave none.
-            return self.has_optimizer
+            # Skipped calls leave no gradients, and a loss scaler wants some in every step: the first pass runs.
+            return self.has_optimizer and self._late_passes > 0
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
             return len(units) > 0
@@ -312,6 +314,7 @@ class Observer:
     def end_backward(self) -> None:
         """Note that a backward pass has ended: it ends a micro-batch."""
         self._backward_depth -= 1
+        self._late_passes += self.is_over
         if self._backward_depth or self.is_over or "step0" not in self.recorder.marks:
             return
         sequence = self.recorder.sequence
@@ -350,6 +353,7 @@ class Observer:
             return
         if self.is_over:
             self._extra_steps += 1
+            self._late_passes = 0
             if self._extra_steps > EXTRA_STEPS:
                 self.finish()
             return
