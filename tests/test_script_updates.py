@@ -119,11 +119,12 @@ import torch
 from torch.utils.data import DataLoader
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for batch in DataLoader(torch.randn(64, 64), batch_size=8):
-    with torch.enable_grad():
+training = DataLoader(torch.randn(64, 64), batch_size=8)
+for epoch in range(3):
+    for batch in training:
         model(batch.cuda()).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 losses = []
 for batch in DataLoader(torch.randn(64, 64), batch_size=8):
     with torch.no_grad():

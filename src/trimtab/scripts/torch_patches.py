@@ -192,7 +192,8 @@ def _patch_loaders(observer: Observer) -> None:
         loader.__dict__["num_workers"] = 0
         try:
             iterator: Any = _SingleProcessDataLoaderIter(loader)
-            iterator._trimtab_is_late = observer.is_over
+            iterator._trimtab_is_late = observer.is_over and "_trimtab_is_used" not in loader.__dict__
+            loader.__dict__["_trimtab_is_used"] = True
             return iterator
         finally:
             loader.__dict__["num_workers"] = workers
@@ -203,7 +204,7 @@ def _patch_loaders(observer: Observer) -> None:
     def next_batch(iterator: Any) -> Any:
         observer.check_time()
         count = iterator.__dict__.setdefault("_trimtab_count", 0)
-        # A loader that was in use in the third step ends; one that begins later may be for an evaluation.
+        # A loader that was in use in the third step ends; a new one may be for an evaluation.
         late = iterator.__dict__.get("_trimtab_is_late", False)
         if observer.is_over and ((torch.is_grad_enabled() and not late) or count >= LAST_BATCHES):
             raise StopIteration
