@@ -240,7 +240,7 @@ class Observer:
         """Return whether the coming micro-batch repeats the ones before it."""
         units = self.units
         if self.is_over:
-            # Skipped calls leave no gradients, and a loss scaler wants some in every step: the first pass runs.
+            # Skipped calls leave no gradients, and a loss scaler wants some in every step: one pass runs.
             return self.has_optimizer and self._late_passes > 0
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
