@@ -36,14 +36,19 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, module: str, hook: Callable[[ModuleType], None]) -> None:
         self.module = module
         self.hook = hook
+        self.is_searching = False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Find the module without this finder, and wrap its loader."""
         del path, target
-        if fullname != self.module:
+        if fullname != self.module or self.is_searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        # Libraries also search for the module without importing it, so this finder stays.
+        self.is_searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.is_searching = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
