@@ -164,6 +164,9 @@ def join_fake_group(torch: Any) -> None:
 
     dist.init_process_group = join_alone
     dist.distributed_c10d.init_process_group = join_alone
+    if torch.cuda.is_available():
+        # torch checks every device that it counts, once.
+        torch.cuda.init()
     torch.cuda.device_count = lambda: ranks
     torch.accelerator.device_count = lambda: ranks
 
