@@ -23,6 +23,7 @@ from trimtab.integrations.batches import (
     split_rows,
     why_not_rows,
 )
+from trimtab.strategies import limits
 from trimtab.training.oom_recovery import (
     MemoryGauge,
     MicroBatchFitter,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Estimate
 
-BUCKET_BYTES = 25 << 20
-"""Gradients that are sent together, as DistributedDataParallel does."""
 NO_LIMIT = 1 << 40
 """Micro-batch size before anything ran out of memory: a batch is not split."""
 
@@ -295,7 +294,7 @@ def average_gradients(gradients: list[torch.Tensor], model: Any) -> None:
         size = gradient.numel() * gradient.element_size()
         if gradient.dtype != dtype or size > room:
             buckets.append([])
-            room, dtype = BUCKET_BYTES, gradient.dtype
+            room, dtype = limits.BUCKET_BYTES, gradient.dtype
         buckets[-1].append(gradient)
         room -= size
     for bucket in buckets:

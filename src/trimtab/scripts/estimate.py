@@ -25,7 +25,7 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
-from trimtab.strategies import STRATEGIES
+from trimtab.strategies import STRATEGIES, usual_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,8 +114,8 @@ def describe_setting(
     seen = {fact.name: fact for fact in result.facts}
     notes = [*command.notes, *result.notes]
     gpus = int(seen["gpus"].value) if "gpus" in seen else 1
-    strategy = Strategy(seen["strategy"].value) if "strategy" in seen and gpus > 1 else Strategy.SINGLE
-    if strategy is Strategy.SINGLE and max(gpus, command.world_size) > 1:
+    strategy = Strategy(seen["strategy"].value) if "strategy" in seen and gpus > 1 else usual_strategy(1)[0]
+    if not STRATEGIES[strategy].needs_several_gpus and max(gpus, command.world_size) > 1:
         notes.append(
             f"{max(gpus, command.world_size)} processes were started, and no DistributedDataParallel or FSDP "
             "was seen: the estimate is of one of them, training by itself"

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from trimtab.scripts.moved_parameters import apply_to_module
 from trimtab.scripts.observer import Observer, put
+from trimtab.strategies import limits
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 FIRST_BUCKET_BYTES = MIB
-BUCKET_BYTES = 25 * MIB
-"""Sizes of the buckets in which DistributedDataParallel sends gradients."""
+"""Size of the first bucket in which DistributedDataParallel sends gradients; the others are larger."""
 
 
 def patch_groups(observer: Observer, world_size: int) -> None:
@@ -151,7 +151,7 @@ class FollowedDataParallel(torch.nn.Module):
             size += parameter.numel() * parameter.element_size()
             if size >= limit:
                 yield self._make_bucket(members)
-                members, size, limit = [], 0, BUCKET_BYTES
+                members, size, limit = [], 0, limits.BUCKET_BYTES
         if members:
             yield self._make_bucket(members)
 

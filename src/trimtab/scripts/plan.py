@@ -26,7 +26,8 @@ from trimtab.scripts.plan_reasons import (
     write_recommendation,
 )
 from trimtab.scripts.script_search import ScriptAttempt, ScriptSearch
-from trimtab.spec import EstimatedSetting, Mesh, Plan, ScriptPlan, Setting, Strategy
+from trimtab.spec import EstimatedSetting, Plan, ScriptPlan, Setting
+from trimtab.strategies import usual_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,10 +181,10 @@ def choose_start(
 
 def _make_setting(micro: int, rounds: int, ranks: int) -> Setting:
     """Return a setting of data-parallel processes."""
-    strategy = Strategy.DDP if ranks > 1 else Strategy.SINGLE
+    strategy, mesh = usual_strategy(ranks)
     return Setting(
         strategy=strategy,
-        mesh=Mesh(dp_replicate=ranks),
+        mesh=mesh,
         micro_batch=micro,
         accumulation=rounds,
         global_batch=micro * rounds * ranks,

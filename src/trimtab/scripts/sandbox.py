@@ -83,7 +83,30 @@ def install_sandbox(
     _rebind_defaults(tempfile._TemporaryFileCloser, replacements)  # type: ignore[attr-defined]
     _guard(overlay, record, allowed)
     _reach_children(overlay, allowed)
+    _name_sockets_without_files()
     return record
+
+
+def _name_sockets_without_files() -> None:
+    """Let worker processes meet at addresses that are no files: the path of a file may be too long for one.
+
+    A data loader's worker that cannot open its socket would leave the script waiting for ever.
+    """
+    if sys.platform != "linux":
+        return
+    import itertools
+    import multiprocessing.connection as connections
+
+    original = connections.arbitrary_address  # type: ignore[attr-defined]
+    numbers = itertools.count()
+    name = os.path.basename(tempfile.mktemp(prefix="trimtab-"))  # noqa: S306 - no file is made
+
+    def choose_address(family: str) -> Any:
+        if family != "AF_UNIX":
+            return original(family)
+        return f"\0{name}-{os.getpid()}-{next(numbers)}"
+
+    connections.arbitrary_address = choose_address  # type: ignore[attr-defined]
 
 
 def _reach_children(overlay: Overlay, writable: Sequence[str]) -> None:
