@@ -544,6 +544,14 @@ def answer_all(given: argparse.Namespace) -> None:
         print(f"{prepared - started:5.1f} s to prepare  {case.id}  {shown}", flush=True)
 
 
+def of_training(guess: dict[str, Any], key: str) -> float | None:
+    """Return a predicted figure of the training steps: those are measured, evaluation and saving are not."""
+    peaks = [
+        phase[key] for phase in guess.get("phases", ()) if phase["name"].endswith(" step") and key in phase
+    ]
+    return max(peaks) if peaks else guess.get(key)
+
+
 def compare(results: Path, predictions: Path, only: str) -> None:
     """Print each prediction's error, and the medians and worsts."""
     measured, predicted = read_rows(results), read_rows(predictions)
@@ -561,10 +569,11 @@ def compare(results: Path, predictions: Path, only: str) -> None:
             continue
         words = [f"{row['allocated_bytes'] / 2**30:7.2f} GiB"]
         for key, width in (("allocated_bytes", 10), ("reserved_bytes", 9), ("step_s", 10)):
-            if not row.get(key) or not guess.get(key):
+            expected = of_training(guess, key)
+            if not row.get(key) or not expected:
                 words.append(f"{'-':>{width}}")
                 continue
-            error = guess[key] / row[key] - 1
+            error = expected / row[key] - 1
             errors.setdefault(key, []).append(error)
             words.append(f"{error:>+{width}.1%}")
         print(f"{case.id:{LONG_NAME}} {' '.join(words)}")

@@ -197,3 +197,48 @@ for step in range(3):
 """
     )
     assert follow("train.py", script=script).estimate.allocated_bytes > 0
+
+
+def test_a_script_leaves_the_folder_as_it_was(follow: Callable[..., ScriptEstimate], tmp_path: Path) -> None:
+    script = (
+        MODEL
+        + """
+import os, pathlib
+net = Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+os.makedirs("out", exist_ok=True)
+pathlib.Path("notes.txt").write_text("mine, changed")
+for step in range(3):
+    net(torch.randint(0, 1000, (4, 8), device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "out/last.pt")
+assert os.path.exists("out/last.pt") and open("notes.txt").read() == "mine, changed"
+net.load_state_dict(torch.load("out/last.pt")["model"])
+"""
+    )
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    found = follow("train.py", script=script)
+    assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "train.py"]
+    assert [line for line in found.script.writes if "last.pt" in line and "train.py:" in line]
+    assert "save" in [phase.name for phase in found.phases]
+    assert not [note for note in found.estimate.assumptions if "failed" in note]
+
+
+def test_an_evaluation_with_a_graph_is_no_training_step(follow: Callable[..., ScriptEstimate]) -> None:
+    script = (
+        MODEL
+        + """
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    net(torch.randint(0, 1000, (4, 8), device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+net.eval()
+kept = [net(torch.randint(0, 1000, (64, 64), device="cuda")) for _ in range(2)]
+"""
+    )
+    peaks = {phase.name: phase.allocated_bytes for phase in follow("train.py", script=script).phases}
+    assert peaks["evaluation"] > 4 * peaks["steady step"]

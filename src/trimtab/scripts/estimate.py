@@ -206,9 +206,9 @@ def measure_phases(trace: Trace, result: ScriptResult) -> tuple[PhasePeak, ...]:
     # Windows with the same beginning share one.
     by_begin = dict(zip(sorted(set(begins)), windows[1:], strict=False))
     peaks: dict[str, PhasePeak] = {}
-    for (name, begin, _), at in zip(result.windows, begins, strict=True):
+    for (name, _, _), at in zip(result.windows, begins, strict=True):
         window = by_begin.get(at)
-        if window is None or begin == len(order):
+        if window is None:
             continue
         known = peaks.get(name)
         if known is None or window.allocated > known.allocated_bytes:

@@ -196,7 +196,8 @@ class Observer:
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
-        training = torch.is_grad_enabled()
+        # Some scripts evaluate without torch.no_grad; their models are then in evaluation mode.
+        training = torch.is_grad_enabled() and (module.training or not self.is_over)
         if training and self._has_backward and not self.has_optimizer:
             # The script changes its parameters itself: what it did after the backward pass was its step.
             self._has_backward = False
