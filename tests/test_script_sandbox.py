@@ -77,6 +77,7 @@ def run_script(user: Path, body: str, *, before: str = "", expect: int = 0, **mo
         capture_output=True,
         text=True,
         check=False,
+        timeout=240,
     )
     assert done.returncode == expect, done.stderr
     assert describe_tree(user) == checksum
