@@ -501,8 +501,10 @@ def predict(case: ScriptCase, folder: Path, packages: Path | None, device: str) 
         return {"failed": (err or out).strip()[-1500:] or f"exit code {code}"}
     if "allocated_bytes" not in found:
         return {"failed": json.dumps(found)[-1500:]}
-    kept = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s", "script", "phases", "assumptions")
-    return {key: found[key] for key in kept if key in found}
+    kept = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s", "phases", "assumptions")
+    row = {key: found[key] for key in kept if key in found}
+    # Without files and lines: their paths are those of one machine.
+    return row | {"found": {fact["name"]: fact["value"] for fact in found["script"]["found"]}}
 
 
 def read_rows(file: Path) -> dict[str, dict[str, Any]]:

@@ -158,7 +158,7 @@ def test_the_engine_takes_a_step_as_the_row_says(job: str, precision: Precision)
         wanted = dtypes.weights if parameter.requires_grad else dtypes.frozen_weights
         assert dtype_name(parameter.dtype) == wanted
         assert parameter.grad is None or dtype_name(parameter.grad.dtype) == dtypes.gradients
-    moments = [one["exp_avg"].dtype for one in state.phases[0].optimizers[0].optimizer.state.values()]
+    moments = [kept["exp_avg"].dtype for kept in state.phases[0].optimizers[0].optimizer.state.values()]
     assert {dtype_name(dtype) for dtype in moments} == {dtypes.optimizer_states}
     assert (initial_scale(dtypes).value > 1.0) is dtypes.scales_loss
 

@@ -225,7 +225,7 @@ def test_logs_of_other_trainers_are_compared_with_a_named_plan(
     assert finding.kind == kind
     assert measured in finding.what
     # Without the plan there is nothing to compare with.
-    assert [one.kind for one in about_steps(trimtab.doctor(log))] in ([], ["waits-for-data"])
+    assert [finding.kind for finding in about_steps(trimtab.doctor(log))] in ([], ["waits-for-data"])
 
 
 def table(nccl: str, copies: str, cuda: str, cpu: str = "2.400s") -> str:
