@@ -122,10 +122,6 @@ class _SkippedBackward(torch.autograd.Function):
         return None, None
 
 
-class Finished(BaseException):
-    """The script has shown enough."""
-
-
 @dataclass
 class Observer:
     """Collects what a script does with the recorder's events."""
@@ -153,7 +149,6 @@ class Observer:
     loader_s: float = 0.0
     loader_batches: int = 0
     notes: dict[str, None] = field(default_factory=dict)
-    trained_parameters: int = 0
     _first: int = 0
     """Id of the optimizer that stepped first."""
     _depth: int = 0

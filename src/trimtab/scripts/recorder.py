@@ -9,7 +9,7 @@ the values that are known, or with assumed ones.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,6 @@ from trimtab.spec import Work
 from trimtab.trace.data_dependent import REAL_ATTRIBUTE
 from trimtab.trace.recorder import Recorder
 
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from trimtab.trace.kernels import Kernels
-
 KNOWN_NUMBERS = 2**20
 """Tensors up to this many entries keep their values when they are copied to the GPU."""
 TO_COPY = torch.ops.aten._to_copy.default
@@ -36,11 +31,6 @@ NUMPY_DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.compl
 
 class ScriptRecorder(Recorder):
     """A recorder that leaves tensors on the CPU alone."""
-
-    def __init__(self, kernels: Kernels, fake_mode: FakeTensorMode) -> None:
-        super().__init__(kernels, fake_mode)
-        self.copied_from_host = 0
-        """Tensors that the script copied to the GPU so far."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,7 +52,6 @@ class ScriptRecorder(Recorder):
             # Without a fake input, torch would compute a constant on the GPU.
             args = tree_map(self._to_fake, args)
             if func is TO_COPY:
-                self.copied_from_host += 1
                 self.part = "inputs"
         elif any(type(value) is torch.Tensor for value in args):
             args = tuple(map(self._to_fake, args))
