@@ -33,7 +33,17 @@ from typing import TYPE_CHECKING, Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent)]
 
-from trimtab.spec import Mesh, OptimizerImplementation, Precision, Recompute, Setting, Strategy  # noqa: E402
+from trimtab.spec import (  # noqa: E402
+    BaseFormat,
+    LossForm,
+    Mesh,
+    OptimizerImplementation,
+    OptimizerRule,
+    Precision,
+    Recompute,
+    Setting,
+    Strategy,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +76,10 @@ class QueuedCase:
     nodes: int = 1
     """Under hsdp, how many copies of the shards there are."""
     sync_batchnorm: bool = False
+    base: str = "none"
+    rule: str = "job"
+    """The optimizer."""
+    loss: str = "whole"
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
     framework: a training with another framework and our callback, where `job` names the framework."""
@@ -97,6 +111,9 @@ class QueuedCase:
             optimizer=OptimizerImplementation(self.optimizer),
             compile=self.compile,
             sync_batchnorm=self.sync_batchnorm,
+            base=BaseFormat(self.base),
+            optimizer_rule=OptimizerRule(self.rule),
+            loss=LossForm(self.loss),
         )
 
 
@@ -327,6 +344,77 @@ def _attention() -> list[QueuedCase]:
     ]
 
 
+FIT = "bench/fit_jobs.py:Decoder"
+LORA_1B: dict[str, Any] = {"lora": 16}
+LORA_8B: dict[str, Any] = {
+    "lora": 16, "width": 4096, "ff": 14336, "layers": 8, "tied": False, "seq": 2048,
+}  # fmt: skip
+
+
+def _bases() -> list[QueuedCase]:
+    """Adapters on frozen layers of 4 and 8 bits."""
+    found = [
+        QueuedCase(f"base-{base}-{size}{'-full' * (how == 'full')}-b{micro}", FIT, micro, options,
+                   base=base, recompute=how)
+        for size, options, micro in (("1b", LORA_1B, 4), ("8b8", LORA_8B, 2))
+        for base, how in (
+            ("nf4", "none"), ("nf4-double", "full"), ("int8", "none"), ("none", "none"), ("nf4", "full"),
+            ("fp4", "none"), ("int8", "full"), ("nf4-double", "none"),
+        )
+    ]  # fmt: skip
+    peft = [
+        QueuedCase(f"base-{base}-peft-b4", "PeftLlama", 4, base=base)
+        for base in ("nf4-double", "int8", "none")
+    ]
+    return [*found[:3], *peft, *found[3:]]
+
+
+def _optimizers() -> list[QueuedCase]:
+    """Optimizers other than the job's own."""
+    small = {"layers": 8, "vocabulary": 32_000}
+    rules = (
+        "adamw8bit", "adamw4bit", "paged-adamw8bit", "adafactor", "muon", "adamw8bit-ao", "adamw-fp8",
+        "lion8bit", "sgd", "paged-adamw", "lion", "adamw",
+    )  # fmt: skip
+    return [
+        *(QueuedCase(f"optimizer-{rule}-b4", FIT, 4, small, rule=rule) for rule in rules),
+        *(
+            QueuedCase(f"optimizer-{rule}-true-b4", FIT, 4, small, precision="bf16-true", rule=rule)
+            for rule in ("adamw8bit", "adamw4bit", "adafactor")
+        ),
+        QueuedCase("optimizer-adamw8bit-vit-b64", "ViT", 64, rule="adamw8bit"),
+    ]
+
+
+def _losses() -> list[QueuedCase]:
+    """Losses that never hold all logits."""
+    return [
+        QueuedCase(f"loss-{form}-v{words // 1000}k-b{micro}", FIT, micro, {"layers": 4, "vocabulary": words},
+                   loss=form)
+        for words, micro in ((128_256, 8), (32_000, 8), (151_936, 4))
+        for form in ("chunked", "whole")
+    ] + [
+        QueuedCase("loss-chunked-lora-nf4-b8", FIT, 8, LORA_1B, base="nf4", loss="chunked", recompute="full"),
+        QueuedCase("loss-chunked-compile-b8", FIT, 8, {"layers": 4}, loss="chunked", compile=True),
+    ]  # fmt: skip
+
+
+def _recomputes() -> list[QueuedCase]:
+    """Steps of the dial between no and full recomputation."""
+    options = {"layers": 12, "vocabulary": 32_000}
+    return [
+        QueuedCase(f"recompute-{way}-b8", FIT, 8, options, recompute=way)
+        for way in ("every-2", "every-4", "selective", "every-3", "none", "full")
+    ]
+
+
+def _ways_to_fit() -> list[QueuedCase]:
+    """The most informative of each kind first."""
+    kinds = [_bases(), _optimizers(), _losses(), _recomputes()]
+    longest = max(map(len, kinds))
+    return [cases[place] for place in range(longest) for cases in kinds if place < len(cases)]
+
+
 def _frameworks() -> list[QueuedCase]:
     """Other frameworks with our callback; `oom` limits the memory, so that the run has to recover."""
     return [
@@ -341,7 +429,17 @@ def queue() -> list[QueuedCase]:
     zoo = _zoo()
     eager, compiled = ([case for case in zoo if case.compile is wanted] for wanted in (False, True))
     caps = [QueuedCase(f"cap-{name}", name, kind="cap") for name in CAPS]
-    return [*_frameworks(), *_ranks(), *_scaled(), *eager[:30], *_attention(), *compiled, *caps, *eager[30:]]
+    return [
+        *_frameworks(),
+        *_ways_to_fit(),
+        *_ranks(),
+        *_scaled(),
+        *eager[:30],
+        *_attention(),
+        *compiled,
+        *caps,
+        *eager[30:],
+    ]
 
 
 def case_named(name: str) -> QueuedCase:

@@ -89,6 +89,8 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
     setting = make_setting(
         micro_batch=request.micro_batch,
         precision=request.precision,
+        base=request.base,
+        loss=request.loss,
         recompute=request.recompute,
         compile=request.compile,
         strategy=request.strategy,
@@ -220,6 +222,19 @@ def gpu_here(verb: str = "profile") -> Device:
     return found[0]
 
 
+def _read_optimizer(text: str) -> dict[str, Any]:
+    """Return the fields of a Setting for --optimizer: an implementation, or an optimizer by name."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec import OptimizerImplementation, OptimizerRule
+
+    if text in [word.value for word in OptimizerImplementation]:
+        return {"optimizer": OptimizerImplementation(text)}
+    if text in [word.value for word in OptimizerRule]:
+        return {"optimizer_rule": OptimizerRule(text)}
+    known = ", ".join(word.value for word in (*OptimizerImplementation, *OptimizerRule))
+    raise WrongUse(f"--optimizer {text}", found=f"it is none of {known}", cure="Use one of those.")
+
+
 def make_setting(  # noqa: PLR0913 - each is a field of Setting
     *,
     micro_batch: int,
@@ -230,6 +245,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     gpus: int,
     optimizer: str,
     allocator: str,
+    base: str = "none",
+    loss: str = "whole",
     sync_batchnorm: bool = False,
     nodes: int = 1,
     branches: int = 0,
@@ -241,7 +258,15 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     as `global_batch` needs.
     """
     from trimtab.errors import WrongUse
-    from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Setting, Strategy
+    from trimtab.spec import (
+        Allocator,
+        BaseFormat,
+        LossForm,
+        Precision,
+        Recompute,
+        Setting,
+        Strategy,
+    )
     from trimtab.strategies import STRATEGIES
 
     def word(kind: Any, text: str, option: str) -> Any:
@@ -280,9 +305,11 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         accumulation=-(-whole // (micro_batch * mesh.data_parallel)),
         global_batch=whole,
         precision=word(Precision, precision, "precision"),
+        base=word(BaseFormat, base, "base"),
+        loss=word(LossForm, loss, "loss"),
         recompute=word(Recompute, recompute, "recompute"),
         compile=compile,
-        optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
+        **_read_optimizer(optimizer),
         allocator=word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
     )

@@ -40,8 +40,13 @@ def use_build_defaults(dtypes: Dtypes, device: str) -> Iterator[None]:
 
 
 def choose_build_device(setting: Setting, device: str) -> str:
-    """Return the device to build the model on: the CPU if the device gets only a part of the model."""
-    return "cpu" if strategy_of(setting).is_built_on_host else device
+    """Return the device to build the model on: the CPU if the device gets a part or a packed form of it."""
+    return "cpu" if is_built_on_host(setting) else device
+
+
+def is_built_on_host(setting: Setting) -> bool:
+    """Whether the device has no room for the model as it is built, so that it is built on the CPU."""
+    return strategy_of(setting).is_built_on_host or setting.base.storage.is_quantized
 
 
 def make_batch(job: Any, setting: Setting, device: str, *, longest: bool = False) -> Any:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trimtab.engine.low_bit_optimizer import LowBitOptimizer
+from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.jobs.optimizers import has_optimizers, read_optimizers
-from trimtab.spec import OptimizerImplementation
+from trimtab.spec import OptimizerImplementation, OptimizerRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ONLY = "optimizer"
 """Name of the optimizer of a job without optimizers()."""
+
+MATRIX = 2
+"""Dimensions of a matrix."""
 
 FLAGS = {
     OptimizerImplementation.FUSED: {"fused": True, "foreach": False},
@@ -41,9 +47,17 @@ class NamedOptimizer:
 
 
 def make_optimizers(
-    job: Any, named_parameters: list[tuple[str, Any]], implementation: OptimizerImplementation
+    job: Any,
+    named_parameters: list[tuple[str, Any]],
+    implementation: OptimizerImplementation,
+    rule: OptimizerRule = OptimizerRule.JOB,
 ) -> list[NamedOptimizer]:
-    """Return the job's optimizers; one called `optimizer` if it has no optimizers()."""
+    """Return the job's optimizers; one called `optimizer` if it has no optimizers().
+
+    With another rule than the job's own, its class takes over the parameter groups and options.
+    """
+    if rule is not OptimizerRule.JOB:
+        return _make_by_rule(job, named_parameters, implementation, rule)
     if not has_optimizers(job):
         parameters = [parameter for _, parameter in named_parameters]
         return [NamedOptimizer(name=ONLY, optimizer=make_optimizer(job, parameters, implementation))]
@@ -64,6 +78,59 @@ def make_optimizer(job: Any, parameters: list[Any], implementation: OptimizerImp
     own = getattr(job, "optimizer", None)
     built = own(parameters) if own is not None else torch.optim.AdamW(parameters, lr=1e-4)
     return _use_implementation(built, implementation)
+
+
+def _make_by_rule(
+    job: Any,
+    named_parameters: list[tuple[str, Any]],
+    implementation: OptimizerImplementation,
+    rule: OptimizerRule,
+) -> list[NamedOptimizer]:
+    """Return the optimizer of a rule with the groups and options of the job's own."""
+    if has_optimizers(job):
+        raise WrongUse(
+            f"--optimizer {rule}",
+            found="the job makes its optimizers by optimizers()",
+            cure="Leave --optimizer out, and change optimizers() instead.",
+        )
+    parameters = [parameter for _, parameter in named_parameters]
+    own = make_optimizer(job, parameters, implementation)
+    groups = [
+        {name: group[name] for name in ("params", *rule.stored.options) if name in group}
+        for group in own.param_groups
+    ]
+    if not rule.stored.matrices_only:
+        return [NamedOptimizer(name=ONLY, optimizer=_make_rule(rule, groups, implementation))]
+    made = []
+    for name, of_rule, is_matrix in ((rule.value, rule, True), ("adamw", OptimizerRule.ADAMW, False)):
+        chosen = [
+            {**group, "params": [entry for entry in group["params"] if (entry.dim() == MATRIX) is is_matrix]}
+            for group in groups
+        ]
+        if chosen := [group for group in chosen if group["params"]]:
+            made.append(NamedOptimizer(name=name, optimizer=_make_rule(of_rule, chosen, implementation)))
+    return made
+
+
+def _make_rule(
+    rule: OptimizerRule, groups: list[dict[str, Any]], implementation: OptimizerImplementation
+) -> Any:
+    """Return the optimizer of a rule; for tensors without values, one that has its memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    stored = rule.stored
+    if stored.bits and isinstance(groups[0]["params"][0], FakeTensor):
+        return LowBitOptimizer(groups, stored)
+    module, _, name = stored.place.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise EnvironmentFault(
+            f"--optimizer {rule}",
+            found=f"{stored.library} has no {name} here ({error})",
+            cure=f"Install {stored.library} with `pip install {stored.library}`, or use another optimizer.",
+        ) from error
+    return _use_implementation(made(groups), implementation)
 
 
 def _use_implementation(built: Any, implementation: OptimizerImplementation) -> Any:

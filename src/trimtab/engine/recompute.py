@@ -26,8 +26,9 @@ def enable_recompute(model: nn.Module, how: Recompute) -> list[str]:
     """Wrap the repeated blocks, or use the model's own switch; return the names of what is recomputed."""
     if how is Recompute.NONE:
         return []
+    way = how.way
     own = getattr(model, "gradient_checkpointing_enable", None)
-    if how is Recompute.FULL and own is not None:
+    if way.every == 1 and not way.keeps_products and own is not None:
         own(gradient_checkpointing_kwargs={"use_reentrant": False})
         return ["the model's own switch"]
     lists = find_repeated_blocks(model)
@@ -37,10 +38,11 @@ def enable_recompute(model: nn.Module, how: Recompute) -> list[str]:
             found="this model has no list of repeated blocks",
             cure="Use --recompute none, or put the blocks of the model into an nn.ModuleList.",
         )
-    for _, blocks in lists:
-        for block in blocks.children():
-            _recompute_block(block, selective=how is Recompute.SELECTIVE)
-    return [f"{name} ({len(list(blocks.children()))} blocks)" for name, blocks in lists]
+    chosen = [(name, list(blocks.children())[:: way.every]) for name, blocks in lists]
+    for _, blocks in chosen:
+        for block in blocks:
+            _recompute_block(block, selective=way.keeps_products)
+    return [f"{name} ({len(blocks)} blocks)" for name, blocks in chosen]
 
 
 def _recompute_block(block: nn.Module, *, selective: bool) -> None:

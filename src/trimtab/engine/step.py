@@ -14,12 +14,14 @@ import torch
 
 from trimtab.engine.branches import compute_branch_loss
 from trimtab.engine.build import EntryPoints, build_model, find_entries, make_batch
+from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.compile import CompileSwitch
 from trimtab.engine.fsdp import move_module, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
 from trimtab.engine.gradients import Gradients, LocalGradients, Reducer
 from trimtab.engine.optimizer import choose_implementation, make_optimizers, use_foreach_for_shards
 from trimtab.engine.precision import autocast_dtype, cast_weights
+from trimtab.engine.quantize import quantize_frozen
 from trimtab.engine.recompute import enable_recompute
 from trimtab.engine.sync_norm import SyncReducer, synchronise_batch_norms
 from trimtab.engine.update_phases import GradientSwitch, UpdatePhase, group_by_loss, list_parameters
@@ -124,7 +126,9 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
         setting,
         device,
         entries=find_entries(job, model),
-        optimizers=lambda named: make_optimizers(job, named, choose_implementation(model, setting.optimizer)),
+        optimizers=lambda named: make_optimizers(
+            job, named, choose_implementation(model, setting.optimizer), setting.optimizer_rule
+        ),
         install_stage=None if stage is None else install_stage,
     )
     compiling = None
@@ -189,6 +193,8 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     sharded = strategy.is_sharded
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
+    quantize_frozen(model, setting.base, "cpu" if sharded else device)
+    apply_loss_form(model, setting.loss)
     recomputed = enable_recompute(model, setting.recompute)
     if install_stage is not None:
         # Blocks of other stages are never on this device.

@@ -1,6 +1,7 @@
 """Data types of trimtab: frozen, validated values that convert to and from JSON."""
 
 from trimtab.spec.base import Noun
+from trimtab.spec.base_format import BaseFormat, BaseStorage
 from trimtab.spec.calibration import Calibration
 from trimtab.spec.estimate import Band, Estimate, Footprint, MfuReference, StepTime, Verdict
 from trimtab.spec.finding import Finding, Severity
@@ -17,6 +18,7 @@ from trimtab.spec.hardware import (
     Versions,
 )
 from trimtab.spec.largest import LargestValue, TriedChange, TriedValue, TwiceAsMuch, ValueLimit
+from trimtab.spec.optimizer_rule import OptimizerRule, OptimizerStates
 from trimtab.spec.plan import (
     Candidate,
     Comparison,
@@ -52,7 +54,18 @@ from trimtab.spec.run import (
     WatchSample,
 )
 from trimtab.spec.script import PhasePeak, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
-from trimtab.spec.setting import Allocator, Mesh, OptimizerImplementation, Recompute, Setting, Share, Strategy
+from trimtab.spec.setting import (
+    Allocator,
+    LossForm,
+    Mesh,
+    Offload,
+    OptimizerImplementation,
+    Recompute,
+    RecomputeWay,
+    Setting,
+    Share,
+    Strategy,
+)
 from trimtab.spec.trace import KINDS, PARTS, SizeCause, Trace, Work
 from trimtab.spec.workload import BatchLoss, Workload
 
@@ -63,6 +76,8 @@ __all__ = [
     "Allocator",
     "Attempt",
     "Band",
+    "BaseFormat",
+    "BaseStorage",
     "BatchLoss",
     "Calibration",
     "Candidate",
@@ -84,13 +99,17 @@ __all__ = [
     "Launch",
     "LaunchKind",
     "Link",
+    "LossForm",
     "Measurement",
     "Mesh",
     "MfuReference",
     "Node",
     "Noun",
     "Objective",
+    "Offload",
     "OptimizerImplementation",
+    "OptimizerRule",
+    "OptimizerStates",
     "Peaks",
     "PhasePeak",
     "Plan",
@@ -102,6 +121,7 @@ __all__ = [
     "RankPlacement",
     "Reason",
     "Recompute",
+    "RecomputeWay",
     "Rejection",
     "Scheduler",
     "ScriptCommand",

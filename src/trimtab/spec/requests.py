@@ -141,8 +141,29 @@ PrecisionName = Annotated[str, option("Precision of the computation: fp32, tf32,
 RecomputeName = Annotated[
     str, option("Activation recomputation (gradient checkpointing): none, full or selective.")
 ]
+BaseName = Annotated[
+    str,
+    option(
+        "Storage of frozen linear layers: none (as they are), nf4, nf4-double, fp4, fp4-double or int8.",
+        metavar="FORMAT",
+    ),
+]
+LossName = Annotated[
+    str,
+    option(
+        "How a language model computes its loss: whole, or chunked (all logits never exist together).",
+        metavar="FORM",
+    ),
+]
 Compile = Annotated[bool, option("Run the model through torch.compile.")]
-OptimizerName = Annotated[str, option("Implementation of the optimizer: fused, foreach or plain.")]
+OptimizerName = Annotated[
+    str,
+    option(
+        "Optimizer instead of the job's own (adamw, adamw8bit, paged-adamw8bit, paged-adamw, lion, lion8bit, "
+        "adamw8bit-ao, adamw4bit, adamw-fp8, adafactor, muon, sgd), or the implementation of the job's own: "
+        "fused, foreach or plain."
+    ),
+]
 AllocatorName = Annotated[str, option("Mode of PyTorch's CUDA allocator: default or expandable.")]
 StrategyName = Annotated[
     str,
@@ -299,6 +320,8 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     network: Network = None
     micro_batch: MicroBatch = 1
     precision: PrecisionName = "bf16"
+    base: BaseName = "none"
+    loss: LossName = "whole"
     recompute: RecomputeName = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
@@ -329,6 +352,8 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     network: Network = None
     micro_batch: Annotated[int | None, option("Samples per forward pass on one rank; default 1.")] = None
     precision: PrecisionName = "bf16"
+    base: BaseName = "none"
+    loss: LossName = "whole"
     recompute: RecomputeName = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
@@ -348,6 +373,8 @@ class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
     job: JobName
     micro_batch: MicroBatch = 1
     precision: PrecisionName = "bf16"
+    base: BaseName = "none"
+    loss: LossName = "whole"
     recompute: RecomputeName = "none"
     compile: Compile = False
     optimizer: OptimizerName = "fused"

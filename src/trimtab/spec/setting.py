@@ -4,18 +4,55 @@ from __future__ import annotations
 
 from enum import StrEnum
 from math import prod
+from typing import Self
 
 from trimtab.spec.base import Noun, check_minimum
+from trimtab.spec.base_format import BaseFormat
+from trimtab.spec.optimizer_rule import OptimizerRule
 from trimtab.spec.precision import Dtypes, Precision
 
 
-class Recompute(StrEnum):
-    """Which activations are recomputed in the backward pass instead of stored."""
+class RecomputeWay(Noun, frozen=True, kw_only=True):
+    """Which blocks are recomputed, and what of them is stored."""
 
-    NONE = "none"
-    FULL = "full"
+    every: int = 0
+    """Of so many neighbouring blocks, one is recomputed; 1: all of them; 0: none."""
+    keeps_products: bool = False
+    """Whether results of matrix products and of attention are stored."""
+    budget: float | None = None
+    """Share of the activations that the compiler may store, between those of full recomputation (0) and of
+    none (1); None: the compiler is not asked."""
+
+    def faults(self) -> list[str]:
+        """Check that the number of blocks is not negative and the budget is a share."""
+        wrong = check_minimum(0, every=self.every)
+        if self.budget is not None and not 0 < self.budget < 1:
+            wrong.append(f"budget is {self.budget}, which is not between 0 and 1")
+        return wrong
+
+
+class Recompute(StrEnum):
+    """Which activations are recomputed in the backward pass instead of stored. Each word is one row."""
+
+    _value_: str
+    way: RecomputeWay
+
+    def __new__(cls, name: str, way: RecomputeWay | None = None) -> Self:
+        """Make a member from its row; its value is the name alone, as in JSON and on the command line."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.way = way or RecomputeWay()
+        return member
+
+    NONE = "none", RecomputeWay()
+    FULL = "full", RecomputeWay(every=1)
     """Every repeated block stores only its input."""
-    SELECTIVE = "selective"
+    SELECTIVE = "selective", RecomputeWay(every=1, keeps_products=True)
+    """Every repeated block stores its matrix products and attention too."""
+    EVERY_4 = "every-4", RecomputeWay(every=4)
+    """The first of every four blocks stores only its input."""
+    EVERY_3 = "every-3", RecomputeWay(every=3)
+    EVERY_2 = "every-2", RecomputeWay(every=2)
 
 
 class Strategy(StrEnum):
@@ -44,6 +81,26 @@ class Allocator(StrEnum):
     DEFAULT = "default"
     EXPANDABLE = "expandable"
     """expandable_segments:True."""
+
+
+class LossForm(StrEnum):
+    """How the loss of a language model is computed from its last hidden states."""
+
+    WHOLE = "whole"
+    """As the job computes it."""
+    CHUNKED = "chunked"
+    """Logits of a part of the tokens at a time, so that all of them never exist together."""
+
+
+class Offload(StrEnum):
+    """What lies in the memory of the host instead of the device, while it is not used."""
+
+    PARAMS = "params"
+    """Weights and their gradients."""
+    OPTIMIZER = "optimizer"
+    """States of the optimizer, which then runs on the CPU."""
+    ACTIVATIONS = "activations"
+    """Activations between the forward and the backward pass."""
 
 
 class Mesh(Noun, frozen=True, kw_only=True):
@@ -135,9 +192,16 @@ class Setting(Noun, frozen=True, kw_only=True):
     global_batch: int
     """Samples per optimizer step over the whole cluster."""
     precision: Precision = Precision.FP32
+    base: BaseFormat = BaseFormat.NONE
+    """Storage of frozen linear layers."""
     recompute: Recompute = Recompute.NONE
     compile: bool = False
+    loss: LossForm = LossForm.WHOLE
+    offload: tuple[Offload, ...] = ()
+    """What lies in the memory of the host, in the order of Offload."""
     optimizer: OptimizerImplementation = OptimizerImplementation.FUSED
+    optimizer_rule: OptimizerRule = OptimizerRule.JOB
+    """Which optimizer, if not the job's own."""
     allocator: Allocator = Allocator.DEFAULT
     workers: int = 0
     """Data loader processes per rank."""

@@ -46,7 +46,14 @@ NO_LAUNCH_OPS = {
     ]
 }
 """Operations that launch no kernel."""
-WAIT_OPS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal"}
+WAIT_OPS = {
+    "trimtab::wait_for_device",
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::equal",
+}
 REDUCTION_WORDS = [
     "softmax",
     "norm",
@@ -124,7 +131,12 @@ def describe_work(  # noqa: PLR0911 - one way out for each kind
         return _describe_collective(name, inputs, results)
     if any(word in name for word in ATTENTION_WORDS):
         return _describe_attention(name, args)
-    if "_foreach_" in name or "_fused_" in name or "_amp_foreach" in name:
+    if (
+        name == "trimtab::update_low_bit"
+        or "_foreach_" in name
+        or "_fused_" in name
+        or "_amp_foreach" in name
+    ):
         return _describe_multi_tensor(name, args, inputs, results, written)
     return _describe_elementwise(name, args, inputs, results, written)
 
@@ -478,7 +490,23 @@ def _stride_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(dim for _, dim in sorted(strides))
 
 
+def _describe_int8(name: str, args: tuple[Any, ...], out: Any) -> Work:
+    """Return the work of a product of 8-bit integers."""
+    left, right = args[0], args[1]
+    rows, inner, columns = left.shape[0], left.shape[1], right.shape[0]
+    return Work(
+        op=name,
+        kind="matrix",
+        dtype="int8",
+        flops=2 * rows * columns * inner,
+        read_bytes=_bytes(left) + _bytes(right),
+        write_bytes=_bytes(out),
+        dims=(1, rows, columns, inner, MAX_ALIGNMENT),
+    )
+
+
 _RULES: dict[str, Callable[[str, tuple[Any, ...], Any], Work]] = {
+    "trimtab::product_int8": _describe_int8,
     "aten::mm": _describe_matrix,
     "aten::addmm": _describe_matrix,
     "aten::bmm": _describe_matrix,

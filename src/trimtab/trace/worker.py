@@ -120,8 +120,9 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         model = _build_model(job, request, recorder, rank.branch)
         built = _BuiltModel(job, model, request, recorder, rank)
         trace = None
-        # A pipeline stage has only some of the blocks: they are all traced.
-        if how != WHOLE and rank.stage is None and not recorder.uses_compile and not request.setting.compile:
+        # A pipeline stage has only some of the blocks: they are all traced. So are they if they differ.
+        are_alike = rank.stage is None and request.setting.recompute.way.every <= 1
+        if how != WHOLE and are_alike and not recorder.uses_compile and not request.setting.compile:
             trace = _trace_by_few_blocks(built, check=how == CHECKED, timeout_s=timeout_s)
         if trace is not None:
             deliver(trace, how)
@@ -291,6 +292,7 @@ def _build_model(job: Any, request: TraceRequest, recorder: Any, branch: str) ->
 
 def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     from trimtab.engine import step as steps
+    from trimtab.engine.quantize import count_weights
 
     job, model, request, recorder, rank = built
     setting = request.setting
@@ -325,7 +327,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         _record_usual_step(built, state)
     recorder.records_work = False
     lost_compiled = _lost_by_compiling(state, batch, recorder)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in state.model.parameters()]
+    sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in state.model.parameters()]
     return {
         "parameters": sum(count for count, _ in sizes),
         "trainable": sum(count for count, learns in sizes if learns),

@@ -372,7 +372,16 @@ def _sort(args: tuple[Any, ...], out: Any) -> list[MemoryRequest]:
     ]
 
 
+def _quantize_rows(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Scales, numbers, then a mask of the values from the limit on, by their absolute values."""
+    values, limit = args[0], args[1]
+    if not limit:
+        return []
+    return [RESULT, RESULT, request_for_op(values.numel()), request_temporary(_bytes(values)), RESULT]
+
+
 RULES: dict[str, Callable[[tuple[Any, ...], Any], list[MemoryRequest]]] = {
+    "trimtab::quantize_rows": _quantize_rows,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from trimtab.engine.branches import compute_branch_loss, get_branches, keep_branch
-from trimtab.engine.build import EntryPoints, choose_build_device, find_entries, use_build_defaults
+from trimtab.engine.build import (
+    EntryPoints,
+    choose_build_device,
+    find_entries,
+    is_built_on_host,
+    use_build_defaults,
+)
 from trimtab.engine.compile import CompileSwitch
 from trimtab.engine.optimizer import ONLY, NamedOptimizer, choose_implementation, make_optimizers
 from trimtab.engine.pipeline_stage import keep_stage
@@ -264,7 +270,7 @@ def _place_model(request: PrepareRequest, device: torch.device) -> tuple[nn.Modu
         raise WrongUse(
             "a model on the meta device", found="its weights have no values", cure="Build it on the CPU."
         )
-    if not strategy_of(setting).is_built_on_host:
+    if not is_built_on_host(setting):
         model.to(device)
     if request.model is not None and setting.dtypes.weights != FLOAT32:
         # A model that was not built under this precision: its buffers have to follow.
@@ -379,7 +385,9 @@ def _build_optimizers(
     optimizer = request.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         maker = request.job if optimizer is None else _OptimizerFactory(optimizer)
-        return make_optimizers(maker, parameters, choose_implementation(model, request.setting.optimizer))
+        setting = request.setting
+        implementation = choose_implementation(model, setting.optimizer)
+        return make_optimizers(maker, parameters, implementation, setting.optimizer_rule)
     return [NamedOptimizer(name=ONLY, optimizer=_rebuild_optimizer(request, optimizer, model, named))]
 
 
@@ -399,7 +407,7 @@ def _rebuild_optimizer(
             found=f"{len(foreign)} parameters of the optimizer are not the model's",
             cure="Make the optimizer from model.parameters(), or give a function that makes it.",
         )
-    if not strategy_of(request.setting).is_built_on_host:
+    if not is_built_on_host(request.setting):
         return optimizer
     if optimizer.state:
         raise WrongUse(

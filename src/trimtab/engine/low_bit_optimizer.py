@@ -1,0 +1,78 @@
+"""The memory and the kernels of optimizers with states in few bits, for tensors without values.
+
+bitsandbytes and torchao have the real ones, which `engine/optimizer.py` makes for a training run. Tracing
+needs only the sizes of their states and the bytes that an update moves, so an estimate needs neither package.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from trimtab.spec.optimizer_rule import OptimizerStates
+
+UPDATE = "update_low_bit(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] states) -> ()"
+WAIT = "wait_for_device(Tensor parameter) -> ()"
+LIBRARY = torch.library.Library("trimtab", "FRAGMENT")
+LIBRARY.define(UPDATE)
+LIBRARY.define(WAIT)
+for operation in ("update_low_bit", "wait_for_device"):
+    LIBRARY.impl(operation, lambda *_: None, "Meta")
+
+LEVELS = {8: 256, 4: 16}
+"""Values in the table of a format, by bits."""
+
+
+class LowBitOptimizer(torch.optim.Optimizer):
+    """An optimizer that allocates the states of a row and updates each tensor with one kernel."""
+
+    def __init__(self, params: Iterable[Any], stored: OptimizerStates, **options: Any) -> None:
+        super().__init__(params, {"lr": 1e-3, **options})
+        self.stored = stored
+        self._tables: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Make the states that are missing, and update every tensor that has a gradient."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter not in self.state:
+                    self.state[parameter] = self._make_states(parameter)
+                states = list(self.state[parameter].values())
+                torch.ops.trimtab.update_low_bit(parameter, parameter.grad, states)
+                if self.stored.waits:
+                    torch.ops.trimtab.wait_for_device(parameter)
+
+    def _make_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        stored, count = self.stored, parameter.numel()
+        names = [f"state{number}" for number in range(stored.states)]
+        is_whole = not stored.whole_blocks or count % stored.block == 0
+        if stored.bits > 8 or count < stored.least or not is_whole:  # noqa: PLR2004 - more than a byte
+            # bitsandbytes keeps small states in float32, torchao in the dtype of the weights.
+            dtype = parameter.dtype if stored.whole_blocks else torch.float32
+            if stored.paged_from and count >= stored.paged_from:
+                return {}
+            return {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
+        if not self._tables and not stored.whole_blocks:
+            self._tables = [parameter.new_empty(LEVELS[8], dtype=torch.float32) for _ in names]
+        states = {}
+        for name in names:
+            if not stored.paged_from or count < stored.paged_from:
+                states[name] = parameter.new_zeros(count * stored.bits // 8, dtype=torch.uint8)
+            if stored.whole_blocks:
+                # Each state of torchao has its own table of values.
+                states[f"{name}_scale"] = parameter.new_zeros(count // stored.block, dtype=torch.float32)
+                if stored.has_table:
+                    states[f"{name}_table"] = parameter.new_empty(LEVELS[stored.bits], dtype=torch.float32)
+        if not stored.whole_blocks:
+            for name in names:
+                blocks = -(-count // stored.block)
+                states[f"{name}_scale"] = parameter.new_zeros(blocks, dtype=torch.float32)
+        return states
