@@ -1,4 +1,4 @@
-"""Jobs for the ways to make a training fit: adapters on a quantized base, optimizers, losses, recomputation."""
+"""Jobs that are measured with the ways to make a training fit (`gpu_queue.py`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Decoder(trimtab.Job):
             return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
         from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        build: Any = AutoModelForCausalLM.from_config
+        model = build(config, dtype=torch.bfloat16)
         add_adapters(model, self.lora, alpha=2 * self.lora, exclude=[model.get_output_embeddings()])
         return model  # type: ignore[no-any-return]
 
