@@ -1,7 +1,7 @@
 """Measurements that need a GPU: a list of cases, run one process a case, most informative first.
 
     python bench/gpu_queue.py list                      what there is to measure
-    python bench/gpu_queue.py run [--out FILE] [--seconds N] [--workers N] [--only PATTERN]
+    python bench/gpu_queue.py run [--out FILE] [--seconds N] [--workers N] [--only PATTERNS] [--packages DIR]
     python bench/gpu_queue.py predict [--predictions FILE] [--workers N] [--only PATTERN]     needs no GPU
     python bench/gpu_queue.py compare [--out FILE] [--predictions FILE] [--only PATTERN]
 
@@ -482,8 +482,10 @@ def measure(name: str) -> dict[str, Any]:
     return found
 
 
-def run(out: Path, seconds: float, workers: int, only: str) -> None:
+def run(out: Path, seconds: float, workers: int, only: str, packages: str) -> None:
     """Measure what the file does not have yet, until the time is over.
+
+    `packages` is a folder of Python packages for the cases; some of them use the GPU when they are imported.
 
     Imports take longer than most cases, so they are done once, before any use of the GPU, and each case runs
     in a fork of this process.
@@ -500,7 +502,7 @@ def run(out: Path, seconds: float, workers: int, only: str) -> None:
             case = waiting.pop(0)
             if left > (60 if case.compile or case.kind == "cap" else 15):
                 limit = {"cap": CAP_S}.get(case.kind, COMPILED_S if case.compile else CASE_S)
-                running.append(_ForkedCase(case, min(left, limit)))
+                running.append(_ForkedCase(case, min(left, limit), packages))
         for forked in [forked for forked in running if forked.is_done()]:
             running.remove(forked)
             line = forked.line()
@@ -539,8 +541,9 @@ def _import_once() -> None:
 class _ForkedCase:
     """A case that runs in a fork of this process."""
 
-    def __init__(self, case: QueuedCase, limit: float) -> None:
+    def __init__(self, case: QueuedCase, limit: float, packages: str) -> None:
         self.case, self.limit, self.began = case, limit, time.monotonic()
+        self.packages = packages
         self.folder = tempfile.TemporaryDirectory()
         self.status: int | None = None
         self.pid = os.fork()
@@ -553,6 +556,8 @@ class _ForkedCase:
             for number, name in ((1, "out"), (2, "err")):
                 handle = os.open(f"{self.folder.name}/{name}", os.O_WRONLY | os.O_CREAT)
                 os.dup2(handle, number)
+            if self.packages:
+                sys.path.append(self.packages)
             answer(self.case.id)
             status = 0
         except BaseException:  # noqa: BLE001 - the parent reads what it was
@@ -758,13 +763,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--workers", type=int, default=5)
     parser.add_argument("--only", default="*")
+    parser.add_argument("--packages", default="")
     given = parser.parse_args()
     if given.verb == "list":
         known = {line["id"] for line in read_results(given.out) if not line.get("failed")}
         for case in queue():
             print(f"{'done' if case.id in known else 'open'}  {case.id}")
     elif given.verb == "run":
-        run(given.out, given.seconds, given.workers, given.only)
+        run(given.out, given.seconds, given.workers, given.only, given.packages)
     elif given.verb == "case":
         answer(given.name)
     elif given.verb == "predict":
