@@ -95,7 +95,7 @@ def test_a_stored_layer_has_the_bytes_of_its_format(base: str, bits: float) -> N
     mean = 4 * ("double" in base)  # The mean of the scales is a number of its own.
     assert found == BaseFormat(base).storage.count_bytes(1024, 4096) + mean
     assert (found - mean) * 8 / (4096 * 1024) == pytest.approx(bits)
-    assert sum(map(count_weights, [stored.weight])) == 4096 * 1024
+    assert count_weights(dict(stored.named_parameters())["weight"]) == 4096 * 1024
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_first_weight_of_a_byte_is_in_its_high_bits() -> None:
 
 def test_scales_in_eight_bits_have_256_different_values() -> None:
     codes = low_bit.dynamic_codes()
-    assert codes.unique().numel() == 256
+    assert len(set(codes.tolist())) == 256
     assert codes.min() == pytest.approx(-0.9929687)
     assert codes.max() == 1.0
     assert 0.0 in codes
@@ -156,8 +156,8 @@ def test_gradients_are_those_of_the_restored_weights(base: BaseFormat) -> None:
     given = torch.randn(4, 7, 64, requires_grad=True)
     other = given.detach().clone().requires_grad_()
     above = torch.randn(4, 7, 32)
-    stored(given).backward(above)
-    nn.functional.linear(other, stored.restore(torch.float32), stored.bias).backward(above)
+    torch.autograd.backward(stored(given), above)
+    torch.autograd.backward(nn.functional.linear(other, stored.restore(torch.float32), stored.bias), above)
     torch.testing.assert_close(given.grad, other.grad)
 
 

@@ -1104,7 +1104,7 @@ def _render_what_ifs(plan: Plan) -> Columns | None:
 
 def _needs_explanation(what_if: WhatIf) -> bool:
     """Whether a row has no setting or has dropped a pin, so that a line below says why."""
-    return what_if.setting is None or bool(what_if.unpinned)
+    return what_if.setting is None or bool(what_if.unpinned) or "--pin" in what_if.change
 
 
 def _render_runners_up(plan: Plan) -> Columns | None:

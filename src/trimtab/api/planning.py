@@ -40,7 +40,9 @@ def plan(request: PlanRequest) -> Plan:
             found="it names an option of a training command, and a job was given",
             cure="Give --pin to fix a choice of a job's plan; all others vary.",
         )
-    policy = make_policy(request.memory, request.deadline, request.objective, request.price, request.pins)
+    policy = make_policy(
+        request.memory, request.deadline, request.objective, request.price, request.pins, request.allow
+    )
     cluster = as_cluster(request.on, network=request.network)
     first_device(cluster)
     name, changed = find_job_name(request.job)
@@ -91,7 +93,9 @@ def plan_command(request: PlanRequest) -> Plan:
             found="it is not known how many samples the command trains on",
             cure="Give --samples, and --epochs if there are several.",
         )
-    policy = make_policy(request.memory, request.deadline, request.objective, request.price, request.pins)
+    policy = make_policy(
+        request.memory, request.deadline, request.objective, request.price, request.pins, request.allow
+    )
     cluster = as_cluster(request.on, network=request.network)
     first_device(cluster)
     command = parse_command(request.command, environment=os.environ)
@@ -113,17 +117,19 @@ def plan_command(request: PlanRequest) -> Plan:
     return made
 
 
-def make_policy(
+def make_policy(  # noqa: PLR0913, PLR0917 - the fields of Policy
     memory: float,
     deadline: str | float | None,
     objective: str,
     price: float | None,
     pins: Mapping[str, Any] | Iterable[str],
+    allow: str | Iterable[str] = (),
 ) -> Policy:
     """Return a Policy from what people type."""
     from collections.abc import Mapping as AnyMapping
 
     from trimtab.planner.pins import check_pins, read_pins
+    from trimtab.planner.ways import check_allowed
     from trimtab.spec import Objective, Policy
     from trimtab.units import parse_duration
 
@@ -143,6 +149,7 @@ def make_policy(
         deadline_s=parse_duration(deadline, "--deadline") if isinstance(deadline, str) else deadline,
         price_per_gpu_hour=price,
         pins=check_pins(pins) if isinstance(pins, AnyMapping) else read_pins(pins),
+        allow=check_allowed(allow.split(",") if isinstance(allow, str) else allow),
     )
 
 

@@ -18,6 +18,7 @@ from trimtab.planner.explanations import (
     write_recommendation,
 )
 from trimtab.planner.mixed_devices import search_mixed
+from trimtab.planner.pins import read_ways
 from trimtab.planner.search import (
     MARGIN,
     RECOMPUTES,
@@ -36,7 +37,8 @@ from trimtab.planner.space import (
     pick_precision,
 )
 from trimtab.planner.suggestions import make_nothing_fits
-from trimtab.spec import Comparison, Objective, Plan, WhatIf
+from trimtab.planner.ways import change_setting, compare_ways, join_pins, list_relevant, list_variants
+from trimtab.spec import Comparison, Objective, Plan, Reason, WhatIf
 from trimtab.units import format_duration, format_value, plural
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from trimtab.planner.estimator_interface import Estimator
     from trimtab.planner.search import Notice
+    from trimtab.planner.ways import WayToFit
     from trimtab.spec import Cluster, Policy, Rejection, Workload
 
 
@@ -75,7 +78,8 @@ def choose_plan(
     check_question(question)
     counts = tuple(dict.fromkeys(question.compare))
     # The search runs first, so that its evaluations do not depend on the comparison and the what-ifs.
-    space, mixed, refused, result = _search_precisions(question, estimator, counts, notice)
+    used, outcome = _search_ways(question, estimator, counts, notice)
+    space, mixed, refused, result = outcome
     rows: tuple[Comparison, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
     complete = result.complete
@@ -86,7 +90,10 @@ def choose_plan(
         if best is None:
             raise _make_no_plan_error(question, space, result, estimator)
         if complete:
-            what_if = _list_what_ifs(question, estimator, best, rows)
+            what_if = (
+                *_list_what_ifs(question, estimator, best, rows),
+                *_list_ways(question, estimator, best),
+            )
     except KeyboardInterrupt:
         if best is None:
             raise
@@ -101,6 +108,7 @@ def choose_plan(
         policy=question.policy,
         reasons=(
             *list_reasons(best, result, space, question.cluster),
+            *_explain_ways(used, question.policy),
             *batch_loss_rules.explain_batch_loss(question.workload, best.setting),
         ),
         runners_up=list_candidates(result, question.workload),
@@ -116,6 +124,89 @@ def choose_plan(
         fingerprints=fingerprints or {},
         complete=complete,
     )
+
+
+def _search_ways(
+    question: PlanQuestion, estimator: Estimator, counts: tuple[int, ...], notice: Notice
+) -> tuple[tuple[WayToFit, ...], _SearchOutcome]:
+    """Search; then also with the ways to fit that the policy allows, and return the best with its ways.
+
+    Ways that need no permission are only searched if nothing fits without them.
+    """
+    first = _search_precisions(question, estimator, counts, notice)
+    found: tuple[tuple[WayToFit, ...], _SearchOutcome] = (), first
+    if not first.result.complete or _has_only_failures(first.result):
+        return found
+    for ways in list_variants(question.policy, allowed=True):
+        best = found[1].result.best
+        if best is not None and not any(way.allow for way in ways):
+            continue
+        pinned = question.policy.replace(pins=question.policy.pins | join_pins(ways))
+        try:
+            outcome = _search_precisions(replace(question, policy=pinned), estimator, counts, notice)
+        except TrimtabError:
+            # The job cannot use this way, as a model without frozen layers cannot store them in 4 bits.
+            continue
+        other = outcome.result.best
+        if other is not None and (best is None or _is_clearly_better(other, best, question.policy)):
+            found = ways, outcome
+    return found
+
+
+WORTH_A_CHANGE = 0.02
+"""A plan changes results only if it is this much better."""
+
+
+def _is_clearly_better(other: Evaluation, best: Evaluation, policy: Policy) -> bool:
+    """Whether a setting is better by the objective, by more than the uncertainty of a comparison."""
+    times = [seen.estimate.step_s for seen in (other, best)]
+    if times[0] is None or times[1] is None:
+        return False
+    cost = 1 if policy.objective is Objective.SPEED else 0
+    gpus = [1 if cost else seen.setting.gpus for seen in (other, best)]
+    return times[0] * gpus[0] < times[1] * gpus[1] * (1 - WORTH_A_CHANGE)
+
+
+def _explain_ways(used: tuple[WayToFit, ...], policy: Policy) -> list[Reason]:
+    """Return a reason for each way that the plan uses."""
+    reasons = []
+    for way in used:
+        allowed = f"allowed by --allow {way.allow}" if way.allow else "the same numbers in less memory"
+        reasons += [
+            Reason(subject=key, value=value, why=f"{way.name}: {allowed}") for key, value in way.pins.items()
+        ]
+    ways = read_ways(policy.pins)
+    reasons += [
+        Reason(subject=key, value=str(value), why="pinned") for key, value in ways.items() if key in REASONED
+    ]
+    return reasons
+
+
+REASONED = ("base", "loss", "optimizer_rule")
+"""Fields of a setting that get a reason only if they are not as usual."""
+
+
+def _list_ways(question: PlanQuestion, estimator: Estimator, best: Evaluation) -> Iterator[WhatIf]:
+    """Yield what each way to fit that the plan does not use would buy, at the same micro-batch."""
+    for way in list_relevant(best, question.policy):
+        setting = change_setting(best.setting, way)
+        if setting == best.setting:
+            continue
+        try:
+            estimate = estimator.estimate(setting, best.layout)
+        except TrimtabError:
+            continue
+        if estimate.process_bytes >= best.estimate.process_bytes:
+            continue
+        totals = add_run_totals(estimate, setting, question.workload)
+        yield WhatIf(
+            change=f"{way.name} ({way.typed})",
+            gpus=setting.gpus,
+            setting=setting,
+            estimate=totals,
+            cost=compute_cost(totals, question.policy),
+            why=compare_ways(best.estimate, estimate),
+        )
 
 
 class _SearchOutcome(NamedTuple):

@@ -9,6 +9,7 @@ from trimtab.errors import NothingFits, TrimtabError
 from trimtab.planner.estimator_interface import available_bytes
 from trimtab.planner.search import RECOMPUTES, Evaluation, memory_limit, search_space
 from trimtab.planner.space import build_space, format_pins
+from trimtab.planner.ways import join_pins, list_variants
 from trimtab.spec import Node, Objective, SuggestedChange
 from trimtab.units import format_bytes, format_value, plural
 
@@ -118,6 +119,7 @@ def _list_changes(
 ) -> Iterator[SuggestedChange]:
     policy = space.policy.replace(deadline_s=None, objective=Objective.SPEED)
     ways = (
+        _try_ways(workload, cluster, policy, estimator),
         _try_fewer_pins(workload, cluster, policy, estimator),
         _try_more_memory(workload, cluster, policy, estimator),
         _try_shorter_samples(workload, cluster, policy, estimator),
@@ -147,6 +149,20 @@ def _make_change(what: str, seen: Evaluation | None) -> list[SuggestedChange]:
 
 def _drop_pin(pins: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in pins.items() if name != key}
+
+
+def _try_ways(
+    workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
+) -> Iterator[SuggestedChange]:
+    """Try ways to fit that the policy does not allow; the first set of them that fits."""
+    for ways in list_variants(policy, allowed=False):
+        pinned = policy.replace(pins=policy.pins | join_pins(ways))
+        seen = _search_best(workload, cluster, pinned, estimator)
+        if seen is not None:
+            names = " and ".join(way.name for way in ways)
+            typed = " ".join(way.typed for way in ways)
+            yield from _make_change(f"use {names} with {typed}", seen)
+            return
 
 
 def _try_fewer_pins(

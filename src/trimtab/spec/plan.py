@@ -32,6 +32,8 @@ class Policy(Noun, frozen=True, kw_only=True):
     price_per_gpu_hour: float | None = None
     pins: dict[str, str | int | bool] = {}
     """Choices that the user has fixed, by the name of the field of Setting."""
+    allow: tuple[str, ...] = ()
+    """Changes of results or speed that the plan may make: quantised, optimizer."""
 
     def faults(self) -> list[str]:
         """Check that the memory share is in (0, 1]."""

@@ -411,6 +411,14 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
         option("Compare numbers of GPUs side by side, as in 1,2,4,8.", metavar="COUNTS", parse=parse_counts),
     ] = ()
     price: Annotated[float | None, option("Price of one GPU for one hour.")] = None
+    allow: Annotated[
+        str | Words,
+        option(
+            "What the plan may change besides its own choices, separated by commas: quantised (frozen layers "
+            "in 4 bits), optimizer (states in 8 bits).",
+            metavar="WORDS",
+        ),
+    ] = ""
     pins: Pins = ()
     clip: Clip = None
     options: JobOptions = None

@@ -1,0 +1,134 @@
+"""Ways to use less memory that change more than the plan's own choices, and what each would buy.
+
+A loss in pieces computes the same numbers, so a plan uses it where nothing else fits. The others change
+results: a plan uses them if the policy allows them, and otherwise only says what they would buy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from trimtab.errors import WrongUse
+from trimtab.planner.pins import read_ways
+from trimtab.spec import Recompute
+from trimtab.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from trimtab.planner.search import Evaluation
+    from trimtab.spec import Estimate, Footprint, Policy, Setting
+
+LARGE = 0.1
+"""Share of the memory from which a part is worth a row."""
+FULL = 0.5
+"""Share of the allowed memory from which memory matters."""
+
+
+@dataclass(frozen=True)
+class WayToFit:
+    """A change of the setting that saves memory."""
+
+    name: str
+    """As in a table: nf4 base."""
+    pins: Mapping[str, str] = field(hash=False)
+    allow: str
+    """Word of --allow; empty if a plan may always use it."""
+    is_large: Callable[[Footprint], bool] = field(hash=False)
+    """Whether the part that it shrinks is large."""
+
+    def is_free(self, pins: Mapping[str, object]) -> bool:
+        """Whether the user has not decided this already."""
+        return not self.pins.keys() & pins.keys()
+
+    @property
+    def typed(self) -> str:
+        """The pins as users type them."""
+        return " ".join(f"--pin {key}={value}" for key, value in self.pins.items())
+
+
+def _total(parts: Footprint) -> int:
+    return parts.weights + parts.gradients + parts.optimizer + parts.activations
+
+
+WAYS = (
+    WayToFit(
+        name="loss in pieces",
+        pins={"loss": "chunked"},
+        allow="",
+        is_large=lambda parts: parts.activations > LARGE * _total(parts),
+    ),
+    WayToFit(
+        name="8-bit AdamW",
+        pins={"optimizer": "adamw8bit"},
+        allow="optimizer",
+        is_large=lambda parts: parts.optimizer > LARGE * _total(parts),
+    ),
+    WayToFit(
+        name="nf4 base",
+        pins={"base": "nf4"},
+        allow="quantised",
+        # Only frozen weights are stored in 4 bits; those have no optimizer state.
+        is_large=lambda parts: parts.weights > LARGE * _total(parts) and parts.optimizer < parts.weights,
+    ),
+)
+ALLOWED = tuple(way.allow for way in WAYS if way.allow)
+
+
+def check_allowed(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the words of --allow; raise if one is unknown.
+
+    >>> check_allowed(["quantised"])
+    ('quantised',)
+    """
+    known = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+    wrong = [word for word in known if word not in ALLOWED]
+    if wrong:
+        raise WrongUse(
+            f"--allow {','.join(known)}",
+            found=f"{wrong[0]} is none of {', '.join(ALLOWED)}",
+            cure="Use those, separated by commas.",
+        )
+    return known
+
+
+def list_variants(policy: Policy, *, allowed: bool) -> Iterator[tuple[WayToFit, ...]]:
+    """Yield the sets of ways that a plan may use, or with `allowed` false all that exist, smallest first."""
+    usable = [
+        way
+        for way in WAYS
+        if way.is_free(policy.pins) and (not allowed or not way.allow or way.allow in policy.allow)
+    ]
+    for count in range(1, len(usable) + 1):
+        yield from combinations(usable, count)
+
+
+def join_pins(ways: Iterable[WayToFit]) -> dict[str, str]:
+    """Return the pins of several ways."""
+    return {key: value for way in ways for key, value in way.pins.items()}
+
+
+def list_relevant(best: Evaluation, policy: Policy) -> list[WayToFit]:
+    """Return the ways that would shrink a large part of a plan in which memory matters."""
+    estimate = best.estimate
+    matters = best.setting.recompute is not Recompute.NONE
+    matters = matters or estimate.process_bytes > FULL * best.allowed_bytes
+    if not matters:
+        return []
+    return [way for way in WAYS if way.is_free(policy.pins) and way.is_large(estimate.parts)]
+
+
+def change_setting(setting: Setting, way: WayToFit) -> Setting:
+    """Return a setting with a way."""
+    return setting.replace(**read_ways(way.pins))
+
+
+def compare_ways(before: Estimate, after: Estimate) -> str:
+    """Return what a way buys, in words."""
+    text = f"{format_bytes(after.process_bytes)} instead of {format_bytes(before.process_bytes)}"
+    if not before.step_s or not after.step_s:
+        return text
+    ratio = after.step_s / before.step_s
+    return f"{text}, {ratio:.2f}x the time" if ratio >= 1 else f"{text}, {1 / ratio:.2f}x as fast"
