@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
     from trimtab.spec.optimizer_rule import OptimizerStates
 
-UPDATE = "update_low_bit(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] states) -> ()"
+UPDATE, UPDATE_COMPILED = "update_low_bit", "update_compiled"
+"""Updates of one tensor: by a kernel of bitsandbytes, or by one that torch.compile made."""
+UPDATE_ARGUMENTS = "(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] states) -> ()"
 WAIT = "wait_for_device(Tensor parameter) -> ()"
 LIBRARY = torch.library.Library("trimtab", "FRAGMENT")
-LIBRARY.define(UPDATE)
+for update in (UPDATE, UPDATE_COMPILED):
+    LIBRARY.define(update + UPDATE_ARGUMENTS)
 LIBRARY.define(WAIT)
-for operation in ("update_low_bit", "wait_for_device"):
+for operation in (UPDATE, UPDATE_COMPILED, "wait_for_device"):
     LIBRARY.impl(operation, lambda *_: None, "Meta")
 
 LEVELS = {8: 256, 4: 16}
@@ -39,6 +42,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Make the states that are missing, and update every tensor that has a gradient."""
         del closure
+        update = getattr(torch.ops.trimtab, UPDATE_COMPILED if self.stored.compiled else UPDATE)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -46,7 +50,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 if parameter not in self.state:
                     self.state[parameter] = self._make_states(parameter)
                 states = list(self.state[parameter].values())
-                torch.ops.trimtab.update_low_bit(parameter, parameter.grad, states)
+                update(parameter, parameter.grad, states)
                 if self.stored.waits:
                     torch.ops.trimtab.wait_for_device(parameter)
 
