@@ -135,12 +135,10 @@ def describe_work(  # noqa: PLR0911 - one way out for each kind
         return _describe_collective(name, inputs, results)
     if any(word in name for word in ATTENTION_WORDS):
         return _describe_attention(name, args)
-    if (
-        name == "trimtab::update_low_bit"
-        or "_foreach_" in name
-        or "_fused_" in name
-        or "_amp_foreach" in name
-    ):
+    if name in LOW_BIT_UPDATES:
+        update = _describe_multi_tensor(name, args, inputs, results, written)
+        return update.replace(flops=_low_bit_flops(args), dtype="float32")
+    if "_foreach_" in name or "_fused_" in name or "_amp_foreach" in name:
         return _describe_multi_tensor(name, args, inputs, results, written)
     return _describe_elementwise(name, args, inputs, results, written)
 
