@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from trimtab.scripts.compile_patches import ScriptCompiler
     from trimtab.scripts.recorder import ScriptRecorder
 
 STEPS = 3
@@ -170,6 +171,7 @@ class Observer:
     _has_backward: bool = False
     _described: Any = None
     """The model of the last training call."""
+    compiler: ScriptCompiler | None = None
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -185,9 +187,9 @@ class Observer:
         """Run a module, or return what it returned before if the call only repeats others."""
         if threading.get_ident() != self._main or self.recorder.paused:
             return self._enter(call, module, args, kwargs)
-        if self._depth and self._described is not None and "precision" not in self.facts:
+        if self._depth:
             # Frameworks turn autocast on inside of the model's call.
-            self.learn("precision", *describe_precision(self._described))
+            self.note_precision()
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
@@ -219,6 +221,11 @@ class Observer:
         out = self._enter(call, module, args, kwargs, root=True)
         cached.outputs = tree_map(_forget_graph, out)
         return out
+
+    def note_precision(self) -> None:
+        """Note the precision of the training call that is running, if it is not known yet."""
+        if self._described is not None and "precision" not in self.facts:
+            self.learn("precision", *describe_precision(self._described))
 
     def _repeat_outputs(self, module: Any, outputs: Any, *, training: bool) -> Any:
         anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
@@ -328,8 +335,7 @@ class Observer:
         self._inputs = []
 
     def _note_optimizer(self, optimizer: Any) -> None:
-        if "precision" not in self.facts and self._described is not None:
-            self.learn("precision", *describe_precision(self._described))
+        self.note_precision()
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
@@ -356,7 +362,9 @@ class Observer:
         self._close_step()
         self.steps += 1
         recorder = self.recorder
-        if self.steps == STEPS - 1 and recorder.repeat_step("step0", "step1", "step2"):
+        # Compiled code may still be compiled again and tuned in the second step.
+        is_eager = not recorder.uses_compile
+        if self.steps == STEPS - 1 and is_eager and recorder.repeat_step("step0", "step1", "step2"):
             # The second step left exactly what it found: a third would be the same.
             self.steps = STEPS
         recorder.mark_phase("end" if self.steps == STEPS else f"step{self.steps}", "activations")
