@@ -54,8 +54,6 @@ class ScriptCompiler:
 
     observer: Observer
     left_s: float = LIMIT_S
-    graphs: int = 0
-    """Graphs that inductor compiled."""
     _depth: int = 0
     _is_ready: bool = False
 
@@ -139,8 +137,8 @@ class _Alarm:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(CompileTimeout))
 
 
-def patch_compile(observer: Observer) -> ScriptCompiler:
-    """Let torch's compiler work for a script on the fake GPU; return what counts its graphs."""
+def patch_compile(observer: Observer) -> None:
+    """Let torch's compiler work for a script on the fake GPU."""
     compiler = ScriptCompiler(observer)
     original: Any = torch.compile
 
@@ -166,7 +164,6 @@ def patch_compile(observer: Observer) -> ScriptCompiler:
         return compiled if isinstance(model, torch.nn.Module) else _watch_calls(observer, model, compiled)
 
     put(torch, "compile", compile_on_fake_gpu)
-    return compiler
 
 
 def _watch_calls(observer: Observer, function: Any, compiled: Any) -> Any:
@@ -335,7 +332,7 @@ def _watch_graphs(compiler: ScriptCompiler) -> None:
                 raise
             compiler.note_failure(name, error)
             return make_boxed_func(graph)
-        compiler.graphs += 1
+        compiler.observer.compiled_graphs += 1
         return compiled
 
     @functools.wraps(compile_model)

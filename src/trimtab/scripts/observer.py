@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from trimtab.scripts.compile_patches import ScriptCompiler
     from trimtab.scripts.recorder import ScriptRecorder
 
 STEPS = 3
@@ -171,7 +170,8 @@ class Observer:
     _has_backward: bool = False
     _described: Any = None
     """The model of the last training call."""
-    compiler: ScriptCompiler | None = None
+    compiled_graphs: int = 0
+    """Graphs that torch's compiler compiled for the script."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 

@@ -41,7 +41,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int) -> Non
     _patch_loaders(observer)
     _patch_cuda(observer, devices)
     patch_groups(observer, world_size)
-    observer.compiler = patch_compile(observer)
+    patch_compile(observer)
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
 

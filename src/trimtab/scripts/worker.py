@@ -112,7 +112,7 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
         facts=tuple(observer.facts.values()),
         windows=tuple((window.name, window.begin, window.end) for window in observer.windows if window.name),
         steps=observer.steps,
-        compiled_graphs=observer.compiler.graphs if observer.compiler is not None else 0,
+        compiled_graphs=observer.compiled_graphs,
         accumulation=observer.accumulation,
         micro_batches=tuple(observer.micro_batches.items()),
         lengths=tuple(observer.lengths.items()),
