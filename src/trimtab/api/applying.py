@@ -164,9 +164,18 @@ def show(request: ShowRequest) -> Display:
     from trimtab.configs.formats import read_config
     from trimtab.configs.show import build_display, find_job
     from trimtab.configs.targets import find_target, list_targets
+    from trimtab.errors import WrongUse
+    from trimtab.planner.plan_files import is_plan_file
     from trimtab.probe.detect import as_cluster
 
     place = parse_aim(str(request.file))
+    if is_plan_file(place.file):
+        raise WrongUse(
+            f"show {request.file}",
+            found="it is a plan, and no config of a trainer",
+            cure=f"To see the plan: trimtab report {request.file} -o plan.html. To write it into your files: "
+            f"trimtab apply {request.file}",
+        )
     among = list_targets([place.file])
     layout = find_layout(place, among, opened=read_config, name=request.target)
     target = layout.main.site.target if layout.main else None

@@ -95,7 +95,7 @@ def read_commands(text: str, origin: str) -> list[ShellCommand]:
     >>> [[word.text for word in command.words] for command in commands]
     [[], ['python', 'a.py', '-b', '$A']]
     """
-    return _ShellReader(text, origin).read()
+    return _ShellReader(text, origin).scan_script()
 
 
 class _ShellReader:
@@ -114,7 +114,7 @@ class _ShellReader:
             f"{self.origin}:{line}", found=found, cure="Correct the shell script there, or name another file."
         )
 
-    def read(self) -> list[ShellCommand]:
+    def scan_script(self) -> list[ShellCommand]:
         while self.at < len(self.text):
             if gap := _GAP.match(self.text, self.at):
                 self.at = gap.end()
