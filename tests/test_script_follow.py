@@ -194,6 +194,9 @@ for step in range(3):
     # Integers that came from the CPU keep their values.
     assert tokens.cuda()[2].cpu().tolist() == list(range(16, 24))
     assert int((tokens.cuda() > 29).sum()) == 2
+    # A parameter on `meta` stays an ordinary one.
+    hollow = nn.Linear(8, 8, device="meta")
+    hollow.bias.data = nn.functional.pad(hollow.bias.data, (0, 0))
 """
     )
     assert follow("train.py", script=script).estimate.allocated_bytes > 0

@@ -685,7 +685,10 @@ def render_script(found: ScriptEstimate) -> RenderableType:
         phases.add_column(title, justify=justify, header_style="dim", no_wrap=True)  # type: ignore[arg-type]
     for phase in found.phases:
         phases.add_row(phase.name, format_bytes(phase.allocated_bytes), format_bytes(phase.reserved_bytes))
-    writes = [Text(f" not written: {line}", style="dim") for line in found.script.writes[:5]]
+    writes = [Text(f" not written: {line}", style="dim") for line in found.script.writes[:MOST_WRITES]]
+    if len(found.script.writes) > MOST_WRITES:
+        more = len(found.script.writes) - MOST_WRITES
+        writes.append(Text(f" not written: {more} more, which --json lists", style="dim"))
     return Group(
         render_estimate(found.estimate, found.peaks, heading=heading),
         Text(),

@@ -514,7 +514,8 @@ def describe_precision(module: Any) -> tuple[str, str]:
 
 
 def describe_optimizer(optimizer: Any) -> str:
-    """Return the class of an optimizer, and how it runs."""
+    """Return the class of an optimizer, and how it runs; one without torch's switches runs in a loop."""
     group = optimizer.param_groups[0]
-    how = "fused" if group.get("fused") else "foreach" if group.get("foreach") is not False else "loop"
+    can_use_foreach = group.get("foreach", False) is not False
+    how = "fused" if group.get("fused") else "foreach" if can_use_foreach else "loop"
     return f"{type(optimizer).__name__} ({how})"

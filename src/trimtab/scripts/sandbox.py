@@ -3,7 +3,7 @@
 `install_sandbox` works in layers:
 
 1. Python's functions for files are replaced. A write goes to the scratch folder, and the script finds it
-   there again (overlay.py).
+   there again (overlay.py), also if it is a Python module (written_modules.py).
 2. Libraries that write files in their own native code get the path in the scratch folder (native_writers.py).
 3. The kernel refuses all other writes, also of programs that the script starts (kernel_guard.py).
 4. Connections to other machines fail, and the usual services get their switch for offline use (offline.py).
@@ -26,6 +26,7 @@ from trimtab.scripts import native_writers, offline
 from trimtab.scripts.kernel_guard import refuse_visible_writes, restrict_writes
 from trimtab.scripts.overlay import PASSED_THROUGH, Overlay, real
 from trimtab.scripts.sandbox_record import SandboxRecord
+from trimtab.scripts.written_modules import follow_written_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -81,6 +82,7 @@ def install_sandbox(
         replacements |= offline.cut_network(record)
     rebind(replacements)
     _rebind_defaults(tempfile._TemporaryFileCloser, replacements)  # type: ignore[attr-defined]
+    follow_written_modules(overlay)
     _guard(overlay, record, allowed)
     _reach_children(overlay, allowed)
     _name_sockets_without_files()
