@@ -63,6 +63,7 @@ VERY_WIDE = 10_000
 WIDER = 4
 """Characters by which a table is widened at a time until no path is broken."""
 MOST_LINKS = 8
+MOST_WRITES = 5
 """More pairs than this are counted, not listed."""
 
 
