@@ -22,6 +22,7 @@ from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
 from trimtab.scripts.observer import Observer, find_script_line, put
 from trimtab.scripts.recorder import make_real
+from trimtab.scripts.triton_patches import patch_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +44,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int) -> Non
     _patch_compile(observer)
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
+    patch_triton(observer)
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.
@@ -219,6 +221,24 @@ def _patch_loaders(observer: Observer) -> None:
         return batch
 
     put(_BaseDataLoaderIter, "__next__", next_batch)
+    _patch_fetchers(observer)
+
+
+def _patch_fetchers(observer: Observer) -> None:
+    """Count the samples of each batch: a collator may join them, so that the batch does not show them."""
+    from torch.utils.data._utils import fetch as fetchers
+
+    def watch(original: Any) -> Any:
+        @functools.wraps(original)
+        def fetch(fetcher: Any, index: Any) -> Any:
+            if isinstance(index, list | tuple):
+                observer.note_fetch(len(index))
+            return original(fetcher, index)
+
+        return fetch
+
+    for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
+        put(kind, "fetch", watch(kind.fetch))
 
 
 LAST_BATCHES = 3
@@ -248,6 +268,10 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
     put(torch.cuda, "memory_summary", lambda *_, **__: "")
     put(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     put(torch, "Generator", CpuGenerator)
+    _patch_constants()
+    # `with torch.cuda.device(...)` asks a build with CUDA which device was the current one.
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        put(torch.cuda, name, lambda _: 0)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise CannotFollow(
@@ -261,6 +285,24 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
     # On one GPU nn.DataParallel passes its inputs on, but calls functions that only torch for CUDA has.
     put(comm, "scatter", lambda tensor, gpus, *_, **__: (tensor.to(torch.device("cuda", gpus[0])),))
     put(comm, "gather", lambda tensors, *_, **__: tensors[0])
+
+
+def _patch_constants() -> None:
+    """Let every thread make a tensor of numbers on the GPU, as a custom backward pass does on autograd's.
+
+    torch must make it on the CPU and copy it, which is a setting of the thread.
+    """
+
+    def wrap(make: Any) -> Any:
+        @functools.wraps(make)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            torch._C._set_only_lift_cpu_tensors(True)
+            return make(*args, **kwargs)
+
+        return run
+
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")):
+        put(owner, name, wrap(getattr(owner, name)))
 
 
 def _patch_compile(observer: Observer) -> None:
