@@ -97,6 +97,7 @@ with open("data/a.txt", "r+") as file:
     file.write("Z")
 results["changed"] = [Path("data/a.txt").read_text(), Path("link/a.txt").read_text()]
 results["walk"] = sorted(os.path.join(top, name) for top, _, names in os.walk(".") for name in names)
+results["through a link"] = sorted(entry.path for entry in os.scandir("link/deep"))
 shutil.copytree("data", "copy")
 os.rename("out/new.txt", "log.txt")
 results["replaced"] = [open("log.txt").read(), os.path.exists("out/new.txt")]
@@ -161,6 +162,7 @@ results["errors"] = errors
     found = run_script(user, body)
     assert found["log"] == "old\nmore\n"
     assert found["changed"] == ["Z", "Z"]
+    assert found["through a link"] == ["link/deep/b.txt"]
     assert {"./out/new.txt", "./log.txt", "./data/deep/b.txt"} <= set(found["walk"])
     assert found["replaced"] == ["new", False]
     assert found["gone"] == [False, True, False]

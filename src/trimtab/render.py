@@ -63,8 +63,9 @@ VERY_WIDE = 10_000
 WIDER = 4
 """Characters by which a table is widened at a time until no path is broken."""
 MOST_LINKS = 8
-MOST_WRITES = 5
 """More pairs than this are counted, not listed."""
+MOST_WRITES = 5
+"""More files of a script than this are counted, not listed."""
 
 
 def escape_control(text: str) -> str:

@@ -184,6 +184,8 @@ class Observer:
     _has_backward: bool = False
     _described: Any = None
     """The model of the last training call."""
+    _line_of_call: str = ""
+    """The script's line of the first training call."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -200,8 +202,7 @@ class Observer:
         if threading.get_ident() != self._main or self.recorder.paused:
             return self._enter(call, module, args, kwargs)
         if self._depth and self._described is not None and "precision" not in self.facts:
-            # Frameworks turn autocast on inside of the model's call.
-            self.learn("precision", *describe_precision(self._described))
+            self._note_precision()
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
@@ -287,6 +288,8 @@ class Observer:
 
     def _note_phase(self, *, training: bool) -> None:
         current = self.windows[-1]
+        if not training:
+            self.check_time()
         if not training and current.name != EVALUATION:
             self.open_window(EVALUATION)
         elif training and current.name in (EVALUATION, SAVE):
@@ -312,6 +315,8 @@ class Observer:
         if torch.backends.cudnn.benchmark:
             self.notes[BENCHMARK_NOTE] = None
         self._described = module
+        if "precision" not in self.facts:
+            self._note_precision()
 
     # Steps
 
@@ -342,9 +347,18 @@ class Observer:
         self._call_number = 0
         self._inputs = []
 
+    def _note_precision(self) -> None:
+        """Note the precision of a training call; where autocast is off, an inner call may turn it on."""
+        if torch.is_autocast_enabled("cuda"):
+            self.learn("precision", *describe_precision(self._described))
+        elif not self._line_of_call:
+            self._line_of_call = find_script_line()
+
     def _note_optimizer(self, optimizer: Any) -> None:
         if "precision" not in self.facts and self._described is not None:
-            self.learn("precision", *describe_precision(self._described))
+            value, how = describe_precision(self._described)
+            where = ", ".join(filter(None, (how, self._line_of_call or find_script_line())))
+            self.facts["precision"] = ScriptFact(name="precision", value=value, where=where)
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:

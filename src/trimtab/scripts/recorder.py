@@ -91,9 +91,10 @@ class ScriptRecorder(Recorder):
                 setattr(out, REAL_ATTRIBUTE, real.detach().to(out.dtype).clone())
 
 
-def _is_plain(kind: type) -> bool:
+def _is_plain(kind: Any) -> bool:
     """Return whether tensors of a class do nothing of their own: a parameter on `meta`, for example."""
-    return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    is_plain: bool = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return is_plain
 
 
 def make_real(tensor: Any, dtype: torch.dtype | None) -> torch.Tensor:

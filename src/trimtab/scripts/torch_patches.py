@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.errors import CannotFollow
 from trimtab.scripts.file_patches import patch_files
+from trimtab.scripts.generation_patches import patch_generation
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
 from trimtab.scripts.observer import Observer, find_script_line, put
@@ -45,6 +46,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int) -> Non
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
     patch_triton(observer)
+    patch_generation(observer)
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.

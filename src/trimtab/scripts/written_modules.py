@@ -60,10 +60,11 @@ class WrittenModuleFinder:
 
 def follow_written_modules(overlay: Overlay) -> None:
     """Let Python import modules that the script writes, by name and by the path of their file."""
-    sys.meta_path.insert(0, WrittenModuleFinder(overlay))  # type: ignore[arg-type]
-    original = SourceFileLoader.get_data
+    sys.meta_path.insert(0, WrittenModuleFinder(overlay))
+    loaders: Any = SourceFileLoader
+    original = loaders.get_data
 
-    def get_data(loader: Any, path: str) -> bytes:
+    def get_data(loader: Any, path: str) -> Any:
         return original(loader, overlay.find(path))
 
-    SourceFileLoader.get_data = get_data  # type: ignore[method-assign]
+    loaders.get_data = get_data
