@@ -197,6 +197,11 @@ for step in range(3):
     # A parameter on `meta` stays an ordinary one.
     hollow = nn.Linear(8, 8, device="meta")
     hollow.bias.data = nn.functional.pad(hollow.bias.data, (0, 0))
+    # Libraries make another parameter of the same class.
+    weight = net.head.weight
+    frozen = type(weight)(weight.data, requires_grad=False)
+    assert isinstance(frozen, nn.Parameter) and not frozen.requires_grad
+    assert type(weight)(weight.data).requires_grad
 """
     )
     assert follow("train.py", script=script).estimate.allocated_bytes > 0

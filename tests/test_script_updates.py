@@ -117,24 +117,31 @@ def test_an_optimizer_made_before_the_model_moved_sees_its_gradients(tmp_path: P
 EVALUATES = """
 import torch
 from torch.utils.data import DataLoader
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda()
+class Lower(torch.nn.Sequential):
+    def forward(self, batch):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return super().forward(batch)
+model = torch.nn.Sequential(torch.nn.LayerNorm(64), Lower(torch.nn.Linear(64, 64), torch.nn.ReLU())).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-training = DataLoader(torch.randn(64, 64), batch_size=8)
+training, validation = (DataLoader(torch.randn(64, 64), batch_size=8) for _ in range(2))
 for epoch in range(3):
     for batch in training:
         model(batch.cuda()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-losses = []
-for batch in DataLoader(torch.randn(64, 64), batch_size=8):
-    with torch.no_grad():
-        losses.append(model(batch.cuda()).sum())
-print(torch.stack(losses).mean().item())
+    losses = []
+    for batch in validation:
+        with torch.no_grad():
+            losses.append(model(batch.cuda()).sum())
+    print(torch.stack(losses).mean().item())
 """
 
 
 def test_an_evaluation_after_the_third_step_gets_its_batches(tmp_path: Path) -> None:
     Path("evaluates.py").write_text(EVALUATES, encoding="utf-8")
     found = follow(str(tmp_path / "evaluates.py"))
+    facts = {fact.name: fact for fact in found.script.found}
+    assert facts["precision"].value == "bf16"
+    assert facts["precision"].where.endswith("evaluates.py:7")
     assert "evaluation" in {phase.name for phase in found.phases}
     assert not [note for note in found.estimate.assumptions if "failed" in note]

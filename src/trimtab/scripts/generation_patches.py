@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from trimtab.scripts.observer import Observer
 
 MODULE = "transformers.generation.stopping_criteria"
+ORDINARY = 100
+"""A token that most tokenizers have a letter for; special tokens are the very first or last."""
 GENERATION_NOTE = (
     "generated texts are taken to be as long as they may get: no model decides here where to stop"
 )
@@ -60,7 +62,7 @@ def find_end_tokens(criteria: Any) -> set[int]:
 
 
 def _choose_tokens(input_ids: Any, ends: set[int]) -> None:
-    """Set the known values of a tensor of tokens: one that ends no text, and is not the usual padding 0."""
-    token = next(number for number in range(1, len(ends) + 2) if number not in ends)
+    """Set the known values of a tensor of tokens to one that ends no text."""
+    token = next(number for number in range(ORDINARY, ORDINARY + len(ends) + 1) if number not in ends)
     with _disable_current_modes():
         setattr(input_ids, REAL_ATTRIBUTE, torch.full(tuple(input_ids.shape), token, dtype=input_ids.dtype))

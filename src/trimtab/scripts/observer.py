@@ -162,6 +162,8 @@ class Observer:
     """Batches that loaders gave during training, by their number of samples."""
     loader_s: float = 0.0
     loader_batches: int = 0
+    last_loader: Any = None
+    """The loader that gave the last batch."""
     notes: dict[str, None] = field(default_factory=dict)
     _first: int = 0
     """Id of the optimizer that stepped first."""
@@ -310,8 +312,12 @@ class Observer:
         first = next((tensor for tensor in shaped if not tensor.is_floating_point()), shaped[0])
         size = first.shape[0]
         self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
-        if first.dim() == 2 and not first.is_floating_point():  # noqa: PLR2004 - samples x positions
-            self.lengths[first.shape[1]] = self.lengths.get(first.shape[1], 0) + 1
+        # Samples x positions, or samples x choices x positions; labels may come first, and have one side.
+        sides = (2,) if any(tensor.is_floating_point() for tensor in shaped) else (2, 3)
+        tokens = [tensor for tensor in shaped if tensor.dim() in sides and not tensor.is_floating_point()]
+        if tokens:
+            length = tokens[0].shape[-1]
+            self.lengths[length] = self.lengths.get(length, 0) + 1
         if torch.backends.cudnn.benchmark:
             self.notes[BENCHMARK_NOTE] = None
         self._described = module
