@@ -188,6 +188,8 @@ class Observer:
     """The model of the last training call."""
     _line_of_call: str = ""
     """The script's line of the first training call."""
+    compiled_graphs: int = 0
+    """Graphs that torch's compiler compiled for the script."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -203,8 +205,8 @@ class Observer:
         """Run a module, or return what it returned before if the call only repeats others."""
         if threading.get_ident() != self._main or self.recorder.paused:
             return self._enter(call, module, args, kwargs)
-        if self._depth and self._described is not None and "precision" not in self.facts:
-            self._note_precision()
+        if self._depth:
+            self.note_precision()
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
@@ -236,6 +238,16 @@ class Observer:
         out = self._enter(call, module, args, kwargs, root=True)
         cached.outputs = tree_map(_forget_graph, out)
         return out
+
+    def note_precision(self, *, is_last: bool = False) -> None:
+        """Note the precision of the training call; where autocast is off, an inner call may turn it on."""
+        if "precision" in self.facts or self._described is None:
+            return
+        self._line_of_call = self._line_of_call or find_script_line()
+        if is_last or torch.is_autocast_enabled("cuda"):
+            value, how = describe_precision(self._described)
+            where = ", ".join(filter(None, (how, self._line_of_call)))
+            self.facts["precision"] = ScriptFact(name="precision", value=value, where=where)
 
     def _repeat_outputs(self, module: Any, outputs: Any, *, training: bool) -> Any:
         anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
@@ -321,8 +333,7 @@ class Observer:
         if torch.backends.cudnn.benchmark:
             self.notes[BENCHMARK_NOTE] = None
         self._described = module
-        if "precision" not in self.facts:
-            self._note_precision()
+        self.note_precision()
 
     # Steps
 
@@ -353,18 +364,8 @@ class Observer:
         self._call_number = 0
         self._inputs = []
 
-    def _note_precision(self) -> None:
-        """Note the precision of a training call; where autocast is off, an inner call may turn it on."""
-        if torch.is_autocast_enabled("cuda"):
-            self.learn("precision", *describe_precision(self._described))
-        elif not self._line_of_call:
-            self._line_of_call = find_script_line()
-
     def _note_optimizer(self, optimizer: Any) -> None:
-        if "precision" not in self.facts and self._described is not None:
-            value, how = describe_precision(self._described)
-            where = ", ".join(filter(None, (how, self._line_of_call or find_script_line())))
-            self.facts["precision"] = ScriptFact(name="precision", value=value, where=where)
+        self.note_precision(is_last=True)
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
@@ -391,7 +392,9 @@ class Observer:
         self._close_step()
         self.steps += 1
         recorder = self.recorder
-        if self.steps == STEPS - 1 and recorder.repeat_step("step0", "step1", "step2"):
+        # Compiled code may still be compiled again and tuned in the second step.
+        is_eager = not recorder.uses_compile
+        if self.steps == STEPS - 1 and is_eager and recorder.repeat_step("step0", "step1", "step2"):
             # The second step left exactly what it found: a third would be the same.
             self.steps = STEPS
         recorder.mark_phase("end" if self.steps == STEPS else f"step{self.steps}", "activations")
