@@ -216,8 +216,16 @@ def job_error(given: str, error: Exception, cure: str) -> TrimtabError:
     """Return the error for a failure of the user's code, with its file and line."""
     if isinstance(error, TrimtabError):
         return error
+    found = f"{_describe_error(error)}{describe_location(error)}"
+    if error.__cause__ is not None:
+        found += f", because of {_describe_error(error.__cause__)}"
+    return JobFailed(given, found=found, cure=cure)
+
+
+def _describe_error(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
     text = str(error).strip().split("\n")[0][:300] or "no message"
-    return JobFailed(given, found=f"{type(error).__name__}: {text}{describe_location(error)}", cure=cure)
+    return f"{type(error).__name__}: {text}"
 
 
 OPERATION = "_trimtab_operation"
