@@ -72,6 +72,9 @@ def run_worker(request_file: str, result_file: str) -> None:
             if end.code not in (None, 0) and not observer.steps:
                 _write(result_file, ScriptResult(error=_describe_exit(request, end).to_dict()))
                 os._exit(0)
+            if end.code not in (None, 0):
+                note = f"after step {observer.steps} the script ended itself with exit code {end.code}"
+                observer.notes[note] = None
         except KeyboardInterrupt:
             os._exit(130)
         except BaseException as error:  # noqa: BLE001 - whatever the script raises is the result
