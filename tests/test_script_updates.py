@@ -142,6 +142,6 @@ def test_an_evaluation_after_the_third_step_gets_its_batches(tmp_path: Path) -> 
     found = follow(str(tmp_path / "evaluates.py"))
     facts = {fact.name: fact for fact in found.script.found}
     assert facts["precision"].value == "bf16"
-    assert facts["precision"].where.endswith("evaluates.py:7")
+    assert facts["precision"].where.endswith("evaluates.py:13")
     assert "evaluation" in {phase.name for phase in found.phases}
     assert not [note for note in found.estimate.assumptions if "failed" in note]
