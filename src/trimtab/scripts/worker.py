@@ -82,7 +82,7 @@ def run_worker(request_file: str, result_file: str) -> None:
 
             _print_own_traceback(error)
             if not observer.is_over:
-                _write(result_file, ScriptResult(error=_describe_failure(error, sandbox).to_dict()))
+                _write(result_file, ScriptResult(error=describe_failure(error, sandbox).to_dict()))
                 os._exit(0)
             note = f"after its third step the script failed: {_shorten(error)}{describe_location(error)}"
             observer.notes[note] = None
@@ -141,10 +141,10 @@ def _describe_sandbox(sandbox: SandboxRecord) -> dict[str, Any]:
         f"the script tried to reach {attempt['address']} at {attempt['where']}, and was kept off the network"
         for attempt in found["network"]
     ]
-    return {"writes": tuple(_list_writes(found["writes"])), "notes": (*found["notes"], *refused)}
+    return {"writes": tuple(list_writes(found["writes"])), "notes": (*found["notes"], *refused)}
 
 
-def _list_writes(writes: list[dict[str, Any]]) -> list[str]:
+def list_writes(writes: list[dict[str, Any]]) -> list[str]:
     """Return a line for each file, or for each folder with several files of the same line; largest first."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for write in writes:
@@ -202,7 +202,7 @@ def _shorten(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _describe_failure(error: BaseException, sandbox: SandboxRecord) -> TrimtabError:
+def describe_failure(error: BaseException, sandbox: SandboxRecord) -> TrimtabError:
     """Return the error of a script: its own, or something that trimtab cannot follow."""
     from trimtab.jobs.load import job_error, tracing_error
 
