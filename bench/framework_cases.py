@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import json
 import sys
 import tempfile
@@ -174,6 +175,15 @@ def train_accelerate(run: CaseRun) -> list[float]:
 
 
 TRAININGS = {"transformers": train_transformers, "lightning": train_lightning, "accelerate": train_accelerate}
+
+
+def import_framework(framework: str) -> None:
+    """Import what a training needs, and start CUDA: both take long, and nothing is timed."""
+    from transformers.models.gpt2 import modeling_gpt2
+
+    del modeling_gpt2
+    importlib.import_module(f"trimtab.integrations.{framework}")
+    torch.zeros(1, device="cuda")
 
 
 def measure(framework: str, micro_batch: int, out: Path) -> dict[str, Any]:

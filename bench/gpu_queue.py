@@ -451,6 +451,7 @@ def answer(name: str) -> None:
         from bench import framework_cases
 
         measure_case = framework_cases.measure_recovery if case.options else framework_cases.measure
+        framework_cases.import_framework(case.job)
         with tempfile.TemporaryDirectory() as folder, exclusive():
             found = measure_case(case.job, case.micro_batch, Path(folder))
     else:

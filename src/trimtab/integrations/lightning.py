@@ -14,8 +14,6 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from trimtab.integrations.batches import count_samples
 from trimtab.integrations.live_model import LiveParts, read_loss
@@ -23,6 +21,14 @@ from trimtab.integrations.monitor import RunMonitor
 from trimtab.integrations.prediction import LIMIT_S
 from trimtab.integrations.recovery import StepFunctions
 from trimtab.integrations.run_facts import RunFacts
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult
+except ModuleNotFoundError:
+    # The same framework under its older name.
+    from pytorch_lightning import Callback
+    from pytorch_lightning.loops.optimization.automatic import ClosureResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
