@@ -367,7 +367,8 @@ def write_t5(folder: Path, name: str = "t5-base") -> None:
         model_max_length=512,
     )
     torch.manual_seed(0)
-    config = T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0)
+    config = T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12)
+    config.decoder_start_token_id = 0
     T5ForConditionalGeneration(config).save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / name)
 
@@ -389,13 +390,13 @@ def write_pictures(folder: Path, name: str = "pictures", count: int = 60) -> Non
 def write_diffusion(folder: Path, name: str = "diffusion") -> None:
     """Write a latent diffusion pipeline of the kind of Stable Diffusion, with fewer channels."""
     import torch
-    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel  # type: ignore[import-not-found]
     from transformers import CLIPTextConfig, CLIPTextModel
 
     target = folder / name
     torch.manual_seed(0)
     words = _write_clip_tokenizer(target / "tokenizer")
-    ends = {"bos_token_id": words - 2, "eos_token_id": words - 1, "pad_token_id": words - 1}
+    ends: dict[str, Any] = {"bos_token_id": words - 2, "eos_token_id": words - 1, "pad_token_id": words - 1}
     CLIPTextModel(CLIPTextConfig(vocab_size=words, **ends)).save_pretrained(target / "text_encoder")
     UNet2DConditionModel(
         sample_size=64,
