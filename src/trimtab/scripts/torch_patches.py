@@ -17,11 +17,14 @@ from torch.nn.parallel import comm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.errors import CannotFollow
+from trimtab.scripts.compile_patches import patch_compile
 from trimtab.scripts.file_patches import patch_files
+from trimtab.scripts.generation_patches import patch_generation
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
 from trimtab.scripts.observer import Observer, find_script_line, put
 from trimtab.scripts.recorder import make_real
+from trimtab.scripts.triton_patches import patch_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,9 +43,11 @@ def install_patches(observer: Observer, *, world_size: int, devices: int) -> Non
     _patch_loaders(observer)
     _patch_cuda(observer, devices)
     patch_groups(observer, world_size)
-    _patch_compile(observer)
+    patch_compile(observer)
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
+    patch_triton(observer)
+    patch_generation(observer)
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.
@@ -79,6 +84,15 @@ def _patch_fake_tensors(fake_mode: Any) -> None:
 
     for method in ("numpy", "tolist", "__array__", "__format__"):
         setattr(FakeTensor, method, as_real(method))
+    create: Any = FakeTensor.__new__
+
+    def new(cls: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(first, torch.Tensor) and cls is FakeTensor:
+            # Libraries make another parameter of the same class: type(parameter)(data, requires_grad=False).
+            return torch.nn.Parameter(first, kwargs.get("requires_grad", *args[:1] or (True,)))
+        return create(cls, first, *args, **kwargs)
+
+    put(FakeTensor, "__new__", staticmethod(new))
     # Frameworks find the same parameter again by its address.
     put(FakeTensor, "data_ptr", find_address)
     original: Any = torch.Tensor.data
@@ -169,6 +183,8 @@ def _patch_backward(observer: Observer) -> None:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         observer.begin_backward()
+        if observer.last_loader is not None:
+            observer.last_loader.__dict__[TRAINS] = True
         # A script may read its gradients through an optimizer that it made before it moved the model.
         for optimizer in made_optimizers:
             find_moved_parameters(optimizer)
@@ -192,8 +208,7 @@ def _patch_loaders(observer: Observer) -> None:
         loader.__dict__["num_workers"] = 0
         try:
             iterator: Any = _SingleProcessDataLoaderIter(loader)
-            iterator._trimtab_is_late = observer.is_over and "_trimtab_is_used" not in loader.__dict__
-            loader.__dict__["_trimtab_is_used"] = True
+            iterator._trimtab_loader = loader
             return iterator
         finally:
             loader.__dict__["num_workers"] = workers
@@ -204,14 +219,16 @@ def _patch_loaders(observer: Observer) -> None:
     def next_batch(iterator: Any) -> Any:
         observer.check_time()
         count = iterator.__dict__.setdefault("_trimtab_count", 0)
-        # A loader that was in use in the third step ends; a new one may be for an evaluation.
-        late = iterator.__dict__.get("_trimtab_is_late", False)
-        if observer.is_over and ((torch.is_grad_enabled() and not late) or count >= LAST_BATCHES):
+        loader = iterator.__dict__.get("_trimtab_loader", iterator)
+        # A loader for training ends; others may be for evaluations, of which there can be one in each epoch.
+        trains = getattr(loader, TRAINS, False) and torch.is_grad_enabled()
+        if observer.is_over and (trains or count >= LAST_BATCHES):
             raise StopIteration
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
             raise StopIteration
         iterator._trimtab_count = count + 1
+        observer.last_loader = loader
         begin = time.perf_counter()
         batch = original(iterator)
         observer.loader_s += time.perf_counter() - begin
@@ -219,8 +236,28 @@ def _patch_loaders(observer: Observer) -> None:
         return batch
 
     put(_BaseDataLoaderIter, "__next__", next_batch)
+    _patch_fetchers(observer)
 
 
+def _patch_fetchers(observer: Observer) -> None:
+    """Count the samples of each batch: a collator may join them, so that the batch does not show them."""
+    from torch.utils.data._utils import fetch as fetchers
+
+    def watch(original: Any) -> Any:
+        @functools.wraps(original)
+        def fetch(fetcher: Any, index: Any) -> Any:
+            if isinstance(index, list | tuple):
+                observer.note_fetch(len(index))
+            return original(fetcher, index)
+
+        return fetch
+
+    for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
+        put(kind, "fetch", watch(kind.fetch))
+
+
+TRAINS = "_trimtab_trains"
+"""Attribute of a loader whose batches are trained on."""
 LAST_BATCHES = 3
 """Batches that a loader gives after the third step, and in an evaluation."""
 
@@ -248,6 +285,10 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
     put(torch.cuda, "memory_summary", lambda *_, **__: "")
     put(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     put(torch, "Generator", CpuGenerator)
+    _patch_constants()
+    # `with torch.cuda.device(...)` asks a build with CUDA which device was the current one.
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        put(torch.cuda, name, lambda _: 0)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise CannotFollow(
@@ -263,19 +304,22 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
     put(comm, "gather", lambda tensors, *_, **__: tensors[0])
 
 
-def _patch_compile(observer: Observer) -> None:
-    """Follow compiled models without compiling; what compiling saves is guessed afterwards."""
+def _patch_constants() -> None:
+    """Let every thread make a tensor of numbers on the GPU, as a custom backward pass does on autograd's.
 
-    def compile_nothing(model: Any = None, **_: Any) -> Any:
-        observer.learn("compile", "true", "torch.compile")
-        return model if model is not None else (lambda function: function)
+    torch must make it on the CPU and copy it, which is a setting of the thread.
+    """
 
-    put(torch, "compile", compile_nothing)
+    def wrap(make: Any) -> Any:
+        @functools.wraps(make)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            torch._C._set_only_lift_cpu_tensors(True)
+            return make(*args, **kwargs)
 
-    def compile_module(module: Any, *_: Any, **__: Any) -> None:
-        observer.learn("compile", "true", "Module.compile")
+        return run
 
-    put(torch.nn.Module, "compile", compile_module)
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")):
+        put(owner, name, wrap(getattr(owner, name)))
 
 
 def _patch_checkpointing(observer: Observer) -> None:

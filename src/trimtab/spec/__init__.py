@@ -53,7 +53,7 @@ from trimtab.spec.run import (
     WatchedRun,
     WatchSample,
 )
-from trimtab.spec.script import PhasePeak, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
+from trimtab.spec.script import PhasePeak, ScriptChange, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
 from trimtab.spec.setting import (
     Allocator,
     LossForm,
@@ -124,6 +124,7 @@ __all__ = [
     "RecomputeWay",
     "Rejection",
     "Scheduler",
+    "ScriptChange",
     "ScriptCommand",
     "ScriptFact",
     "ScriptPlan",
