@@ -195,7 +195,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     )
     parts = step_time.estimate_step(trace, setting, pace.pace, pace.host, among, fusing=fusing)
     seconds = parts.total_s
-    peak = device.peaks.get_rate(setting.dtypes.products) or device.peaks.fp32
+    peak = device.peaks.get_rate(setting.dtypes.reference_products) or device.peaks.fp32
     flops = step_time.device_flops(trace, setting)
     once = step_time.model_flops(trace)
     mfu = flops / (seconds * peak) if peak else None
