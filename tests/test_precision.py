@@ -30,6 +30,7 @@ from trimtab.training.optimizer_step import initial_scale
 PACKAGE = Path(trimtab.__file__).parent
 DOCS = PACKAGE.parent.parent / "docs"
 MODULES = sorted(file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "spec" / "precision.py")
+OLDER = list(Precision)[:5]
 WORDS = {precision.value for precision in Precision}
 JOB = """\
 import torch
@@ -110,7 +111,7 @@ def test_json_has_the_word_and_nothing_else(precision: Precision) -> None:
 
 
 def test_the_fingerprint_of_a_setting_is_that_of_earlier_versions() -> None:
-    found = [Setting(micro_batch=1, global_batch=1, precision=one).fingerprint() for one in Precision]
+    found = [Setting(micro_batch=1, global_batch=1, precision=one).fingerprint() for one in OLDER]
     assert found == ["352aa4b639a7", "680bf86ec6cc", "b763f7266ad2", "71fc034247ca", "5af73df1544d"]
 
 
