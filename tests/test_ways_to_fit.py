@@ -1,0 +1,340 @@
+"""Frozen layers in few bits, other optimizers, losses in pieces, and steps of the recomputation dial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.engine import low_bit
+from trimtab.engine.chunked_loss import apply_loss_form, count_pieces
+from trimtab.engine.low_bit_optimizer import LowBitOptimizer
+from trimtab.engine.optimizer import make_optimizers
+from trimtab.engine.quantize import QuantizedLinear, count_weights, quantize_frozen
+from trimtab.engine.recompute import enable_recompute
+from trimtab.engine.step import prepare_job, run_step
+from trimtab.errors import EnvironmentFault, WrongUse
+from trimtab.jobs.lora import LoRALayer, add_adapters
+from trimtab.spec import (
+    BaseFormat,
+    LossForm,
+    OptimizerImplementation,
+    OptimizerRule,
+    Recompute,
+    Setting,
+)
+
+QUANTIZED = [base for base in BaseFormat if base.storage.is_quantized]
+WIDTH, WORDS, TOKENS = 64, 96, 16
+
+
+def tiny_llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "vocab_size": WORDS, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**(sizes | heads | changes)))  # type: ignore[no-untyped-call]
+
+
+class Adapters(trimtab.Job):
+    """LoRA on a frozen Llama."""
+
+    name = "adapters"
+    global_batch = 4
+
+    def model(self) -> Any:
+        model = tiny_llama()
+        add_adapters(model, 4, alpha=8, exclude=[model.lm_head])
+        return model
+
+    def batch(self, size: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        ids = torch.randint(0, WORDS, (size, TOKENS))
+        return {"input_ids": ids, "labels": ids}
+
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        return model(**batch).loss
+
+
+class Whole(Adapters):
+    """The same Llama, all of it trained."""
+
+    name = "whole"
+
+    def model(self) -> Any:
+        return tiny_llama()
+
+
+def train(job: Any, steps: int = 3, **changes: Any) -> list[float]:
+    setting = Setting(micro_batch=4, global_batch=4, optimizer=OptimizerImplementation.PLAIN, **changes)
+    state = prepare_job(job, setting, "cpu")
+    return [float(run_step(state, [job.batch(4)])) for _ in range(steps)]
+
+
+# Storage.
+
+
+@pytest.mark.parametrize(
+    ("base", "bits"),
+    [
+        ("nf4", 4.5),
+        ("nf4-double", 4.126953125),
+        ("fp4", 4.5),
+        ("fp4-double", 4.126953125),
+        ("int8", 8.0078125),
+    ],
+)
+def test_a_stored_layer_has_the_bytes_of_its_format(base: str, bits: float) -> None:
+    layer = nn.Linear(4096, 1024, bias=False).requires_grad_(False)
+    stored = QuantizedLinear(layer, BaseFormat(base).storage, "cpu")
+    found = sum(tensor.numel() * tensor.element_size() for tensor in stored.parameters())
+    mean = 4 * ("double" in base)  # The mean of the scales is a number of its own.
+    assert found == BaseFormat(base).storage.count_bytes(1024, 4096) + mean
+    assert (found - mean) * 8 / (4096 * 1024) == pytest.approx(bits)
+    assert sum(map(count_weights, [stored.weight])) == 4096 * 1024
+
+
+@pytest.mark.parametrize(
+    ("base", "error"), [("nf4", 0.1), ("nf4-double", 0.1), ("fp4", 0.15), ("int8", 0.01)]
+)
+def test_restored_weights_are_near_the_weights(base: str, error: float) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 128, bias=False).requires_grad_(False)
+    torch.nn.init.normal_(layer.weight, std=0.02)
+    stored = QuantizedLinear(layer, BaseFormat(base).storage, "cpu")
+    restored = stored.restore(torch.float32)
+    assert restored.shape == layer.weight.shape
+    relative = (restored - layer.weight).norm() / layer.weight.norm()
+    assert 0 < relative < error
+
+
+def test_values_of_the_codebook_are_restored_exactly() -> None:
+    for codebook, values in low_bit.CODEBOOKS.items():
+        weight = torch.tensor(values).repeat(8).view(2, 64)
+        packed, scales = torch.ops.trimtab.quantize_4bit(weight, 64, codebook)
+        back = torch.ops.trimtab.dequantize_4bit(packed, scales, 64, codebook, [2, 64], torch.float32)
+        torch.testing.assert_close(back, weight)
+
+
+def test_the_first_weight_of_a_byte_is_in_its_high_bits() -> None:
+    weight = torch.zeros(64)
+    weight[0], weight[1] = 1.0, -1.0
+    packed, _ = torch.ops.trimtab.quantize_4bit(weight, 64, "nf4")
+    assert int(packed[0]) == 15 << 4 | 0
+
+
+def test_scales_in_eight_bits_have_256_different_values() -> None:
+    codes = low_bit.dynamic_codes()
+    assert codes.unique().numel() == 256
+    assert codes.min() == pytest.approx(-0.9929687)
+    assert codes.max() == 1.0
+    assert 0.0 in codes
+
+
+def test_large_activations_are_multiplied_outside_of_eight_bits() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 32).requires_grad_(False)
+    stored = QuantizedLinear(layer, BaseFormat.INT8.storage, "cpu")
+    given = torch.randn(8, 64)
+    given[:, 5] = 60.0
+    exact = given @ stored.restore(torch.float32).t() + layer.bias
+    assert (stored(given) - exact).norm() / exact.norm() < 0.01
+    # With the large column in eight bits, the other values of a row would nearly vanish.
+    numbers, _, columns = torch.ops.trimtab.quantize_rows(given.half(), 6.0)
+    assert columns.tolist() == [5]
+    assert not numbers[:, 5].any()
+
+
+@pytest.mark.parametrize("base", QUANTIZED)
+def test_gradients_are_those_of_the_restored_weights(base: BaseFormat) -> None:
+    torch.manual_seed(0)
+    stored = QuantizedLinear(nn.Linear(64, 32).requires_grad_(False), base.storage, "cpu")
+    given = torch.randn(4, 7, 64, requires_grad=True)
+    other = given.detach().clone().requires_grad_()
+    above = torch.randn(4, 7, 32)
+    stored(given).backward(above)
+    nn.functional.linear(other, stored.restore(torch.float32), stored.bias).backward(above)
+    torch.testing.assert_close(given.grad, other.grad)
+
+
+# Which layers.
+
+
+def test_the_head_and_trainable_layers_stay_as_they_are() -> None:
+    model = Adapters().model()
+    assert quantize_frozen(model, BaseFormat.NF4, "cpu") == 3 * 7
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    assert kinds["lm_head"] is nn.Linear
+    assert kinds["model.layers.0.mlp.up_proj"] is LoRALayer
+    assert kinds["model.layers.0.mlp.up_proj.inner"] is QuantizedLinear
+    assert kinds["model.layers.0.mlp.up_proj.down"] is nn.Linear
+
+
+def test_a_weight_with_two_owners_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    model[2].weight = model[0].weight
+    assert quantize_frozen(model, BaseFormat.NF4, "cpu") == 1
+    assert isinstance(model[1], QuantizedLinear)
+
+
+def test_a_transposed_layer_of_transformers_is_quantized() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    layer = Conv1D(32, 64)  # type: ignore[no-untyped-call]
+    given = torch.randn(4, 64)
+    model = nn.ModuleList([layer]).requires_grad_(False)
+    quantize_frozen(model, BaseFormat.INT8, "cpu")
+    expected = given @ layer.weight + layer.bias
+    assert (model[0](given) - expected).norm() / expected.norm() < 0.02
+
+
+def test_a_model_without_frozen_layers_is_refused() -> None:
+    with pytest.raises(WrongUse, match="no frozen linear layer"):
+        quantize_frozen(tiny_llama(), BaseFormat.NF4, "cpu")
+
+
+@pytest.mark.parametrize("base", QUANTIZED)
+def test_adapters_on_a_quantized_base_learn(base: BaseFormat) -> None:
+    plain, losses = train(Adapters(), steps=6), train(Adapters(), steps=6, base=base)
+    assert losses[-1] < losses[0]
+    assert losses[0] == pytest.approx(plain[0], rel=0.02)
+    assert losses[0] != plain[0]
+
+
+# Optimizers.
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adafactor", "muon", "sgd"])
+def test_other_optimizers_of_torch_update_the_weights(rule: str) -> None:
+    losses = train(Whole(), steps=2, optimizer_rule=OptimizerRule(rule))
+    assert losses[-1] < losses[0]
+
+
+def test_muon_takes_matrices_and_adamw_the_rest() -> None:
+    named = list(tiny_llama().named_parameters())
+    made = make_optimizers(Whole(), named, OptimizerImplementation.PLAIN, OptimizerRule.MUON)
+    assert [entry.name for entry in made] == ["muon", "adamw"]
+    counts = [len(entry.optimizer.param_groups[0]["params"]) for entry in made]
+    assert sum(counts) == len(named)
+    assert counts[1] == 2 * 3 + 1
+
+
+def test_an_optimizer_takes_over_the_options_of_the_job() -> None:
+    class Rated(Whole):
+        def optimizer(self, params: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(params, lr=0.03, weight_decay=0.2)
+
+    named = list(tiny_llama().named_parameters())
+    (made,) = make_optimizers(Rated(), named, OptimizerImplementation.PLAIN, OptimizerRule.SGD)
+    assert isinstance(made.optimizer, torch.optim.SGD)
+    group = made.optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.03, 0.2)
+
+
+def test_a_job_with_its_own_optimizers_keeps_them() -> None:
+    class Several(Whole):
+        def optimizers(self, named_parameters: Any) -> Any:
+            return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.1)
+
+    with pytest.raises(WrongUse, match=r"by optimizers\(\)"):
+        make_optimizers(Several(), [], OptimizerImplementation.PLAIN, OptimizerRule.ADAMW)
+
+
+def test_a_missing_package_is_named() -> None:
+    pytest.importorskip("torch")
+    try:
+        import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        with pytest.raises(EnvironmentFault, match="pip install bitsandbytes"):
+            train(Whole(), optimizer_rule=OptimizerRule.ADAMW_8BIT)
+
+
+def states_of(rule: OptimizerRule, count: int, dtype: torch.dtype = torch.float32) -> int:
+    """Return the bytes of states of a tensor."""
+    parameter = nn.Parameter(torch.zeros(count, dtype=dtype, device="meta"))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = LowBitOptimizer([parameter], rule.stored)
+    optimizer.step()
+    return sum(state.numel() * state.element_size() for state in optimizer.state[parameter].values())
+
+
+def test_states_in_few_bits_have_the_bytes_of_their_library() -> None:
+    million = 2**20
+    blocks = million // 256
+    assert states_of(OptimizerRule.ADAMW_8BIT, million) == 2 * (million + 4 * blocks)
+    # Pages of the driver are not torch's memory; their scales are.
+    assert states_of(OptimizerRule.PAGED_ADAMW_8BIT, million) == 2 * 4 * blocks
+    assert states_of(OptimizerRule.LION_8BIT, million) == million + 4 * blocks
+    assert states_of(OptimizerRule.ADAMW_8BIT_AO, million) == 2 * (million + 4 * blocks + 4 * 256)
+    assert states_of(OptimizerRule.ADAMW_4BIT, million) == 2 * (million // 2 + 4 * million // 128 + 4 * 16)
+    assert states_of(OptimizerRule.ADAMW_FP8, million) == 2 * (million + 4 * blocks)
+
+
+def test_small_tensors_have_states_in_full_precision() -> None:
+    assert states_of(OptimizerRule.ADAMW_8BIT, 4095, torch.bfloat16) == 2 * 4 * 4095
+    assert states_of(OptimizerRule.ADAMW_8BIT_AO, 4095, torch.bfloat16) == 2 * 2 * 4095
+    # torchao quantizes whole blocks only.
+    assert states_of(OptimizerRule.ADAMW_8BIT_AO, 8193) == 2 * 4 * 8193
+
+
+# Losses.
+
+
+@pytest.mark.parametrize("words", [WORDS, 32, 700])
+def test_a_loss_in_pieces_is_the_whole_loss(words: int) -> None:
+    whole, pieces = (tiny_llama(vocab_size=words).double() for _ in range(2))
+    apply_loss_form(pieces, LossForm.CHUNKED)
+    torch.manual_seed(3)
+    ids = torch.randint(0, words, (3, TOKENS))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+    counted = int((labels[:, 1:] != -100).sum())
+    for extra, divisor in (({}, counted), ({"num_items_in_batch": 17}, 17)):
+        # The model's own loss is in float32.
+        logits = whole(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        losses = [total / divisor, pieces(input_ids=ids, labels=labels, **extra).loss]
+        torch.testing.assert_close(*losses, rtol=1e-10, atol=0)
+        for model, loss in zip((whole, pieces), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        for first, second in zip(whole.parameters(), pieces.parameters(), strict=True):
+            torch.testing.assert_close(first.grad, second.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_without_labels_the_logits_are_whole() -> None:
+    model = tiny_llama()
+    ids = torch.arange(5)[None]
+    before = model(input_ids=ids).logits
+    apply_loss_form(model, LossForm.CHUNKED)
+    torch.testing.assert_close(model(input_ids=ids).logits, before)
+    assert model(input_ids=ids, labels=ids).logits is None
+
+
+def test_pieces_follow_the_vocabulary_and_the_width() -> None:
+    assert [count_pieces(words, 2048) for words in (128_256, 32_000, 2048, 7)] == [64, 16, 1, 1]
+
+
+def test_models_that_change_their_logits_are_refused() -> None:
+    model = tiny_llama()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(WrongUse, match="final_logit_softcapping"):
+        apply_loss_form(model, LossForm.CHUNKED)
+
+
+def test_models_without_a_loss_of_their_own_are_refused() -> None:
+    with pytest.raises(WrongUse, match="no causal language model of transformers"):
+        apply_loss_form(nn.Sequential(nn.Linear(4, 4)), LossForm.CHUNKED)
+
+
+# Recomputation.
+
+
+@pytest.mark.parametrize(("way", "count"), [("every-2", 2), ("every-3", 1), ("every-4", 1)])
+def test_some_blocks_are_recomputed_and_losses_stay(way: str, count: int) -> None:
+    model = tiny_llama()
+    assert enable_recompute(model, Recompute(way)) == [f"model.layers ({count} blocks)"]
+    assert train(Whole(), recompute=Recompute(way)) == train(Whole())
