@@ -207,6 +207,7 @@ class Kernels:
         recurrent.register_recurrent(self._library, self.assume)
         fake_ops.keep_composite_ops(self._library)
         fake_ops.add_bias_in_place(self._library)
+        fake_ops.multiply_into_result(self._library)
 
     def assume(self, text: str) -> None:
         """Add an assumption to the list, once."""
