@@ -262,6 +262,20 @@ def test_an_estimate_multiplies_at_the_peak_of_fp8(job: str) -> None:
     assert narrow.step_time.memory_s > wide.step_time.memory_s
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", BOTH)
+def test_the_compiler_fuses_scaling_and_casts(job: str, precision: Precision) -> None:
+    eager, compiled = (
+        trimtab.estimate(job, "H200", micro_batch=16384, precision=precision.value, compile=on)
+        for on in (False, True)
+    )
+    assert eager.step_time is not None
+    assert compiled.step_time is not None
+    assert compiled.step_time.memory_s < 0.8 * eager.step_time.memory_s
+    assert compiled.step_time.compute_s == pytest.approx(eager.step_time.compute_s, rel=0.2)
+    assert any("multiply in 8 bits" in note for note in compiled.assumptions)
+
+
 def test_ranks_that_gather_weights_say_that_they_do_it_in_16_bits(job: str) -> None:
     made = trimtab.estimate(job, "2xH200", micro_batch=16, precision="fp8-rowwise", strategy="fsdp")
     assert any("ranks gather weights in 16 bits" in note for note in made.assumptions)

@@ -214,6 +214,8 @@ def _estimate_time(  # noqa: PLR0913 - as above
     if not pace.own:
         name = device.kind if device.slice else device.name
         notes.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")
+    if setting.dtypes.products_format is not None:
+        notes.append(f"fp8: MFU is a share of the peak in {setting.dtypes.reference_products}")
     notes += strategy_of(setting).time_assumptions
     if not alone:
         notes.append("time: collectives by the bandwidth of the links, not measured")

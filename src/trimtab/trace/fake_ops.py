@@ -107,7 +107,7 @@ def keep_composite_ops(library: torch.library.Library) -> None:
 
 
 def multiply_into_result(library: torch.library.Library) -> None:
-    """Let compiled code write products of 8-bit floats into a given tensor, which torch cannot do on fakes."""
+    """Let compiled code write products of 8-bit floats into a given tensor: torch has no fake for that."""
 
     def run(*_: Any, out: torch.Tensor, **__: Any) -> torch.Tensor:
         return out
