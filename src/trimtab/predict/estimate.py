@@ -216,6 +216,8 @@ def _estimate_time(  # noqa: PLR0913 - as above
         notes.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")
     if setting.dtypes.products_format is not None:
         notes.append(f"fp8: MFU is a share of the peak in {setting.dtypes.reference_products}")
+        if not setting.compile:
+            notes.append("fp8 without --compile: scaling and casting run as kernels of their own")
     notes += strategy_of(setting).time_assumptions
     if not alone:
         notes.append("time: collectives by the bandwidth of the links, not measured")
