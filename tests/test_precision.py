@@ -125,6 +125,13 @@ def test_a_row_that_cannot_be_is_refused(wrong: dict[str, str]) -> None:
         Dtypes(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("precision", Precision)
+def test_every_row_has_one_without_fp8(precision: Precision) -> None:
+    wide = precision.without_float8
+    assert wide.dtypes.products_format is None
+    assert (wide is precision) is (precision.dtypes.products_format is None)
+
+
 @pytest.mark.parametrize("name", DTYPE_BYTES)
 def test_names_of_dtypes_are_those_of_torch(name: str) -> None:
     assert dtype_name(torch_dtype(name)) == name

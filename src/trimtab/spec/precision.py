@@ -151,6 +151,12 @@ class Precision(StrEnum):
         member.dtypes = dtypes or Dtypes()
         return member
 
+    @property
+    def without_float8(self) -> Precision:
+        """Return the precision that does the same with products in 16 bits; itself if they are not in 8."""
+        dtypes = self.dtypes.replace(products_format=None)
+        return next((precision for precision in Precision if precision.dtypes == dtypes), self)
+
     FP32 = "fp32", Dtypes(tf32_convolutions=False)
     TF32 = "tf32", Dtypes(tf32_products=True)
     BF16 = "bf16", Dtypes(autocast=BFLOAT16)
