@@ -24,7 +24,7 @@ from trimtab.planner import pins
 from trimtab.planner.space import _explain_precision, can_run
 from trimtab.spec import Dtypes, Precision, Setting
 from trimtab.spec.hardware import PEAK_NAMES
-from trimtab.spec.precision import DTYPE_BYTES
+from trimtab.spec.precision import DTYPE_BYTES, without_float8
 from trimtab.training.optimizer_step import initial_scale
 
 PACKAGE = Path(trimtab.__file__).parent
@@ -127,7 +127,7 @@ def test_a_row_that_cannot_be_is_refused(wrong: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("precision", Precision)
 def test_every_row_has_one_without_fp8(precision: Precision) -> None:
-    wide = precision.without_float8
+    wide = without_float8(precision)
     assert wide.dtypes.products_format is None
     assert (wide is precision) is (precision.dtypes.products_format is None)
 

@@ -25,6 +25,7 @@ from trimtab.configs.targets import WORDS, conditions_hold, split_key
 from trimtab.configs.text_edit import format_path
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Noun
+from trimtab.spec.precision import without_float8
 from trimtab.strategies import STRATEGIES, strategy_of
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
 
 def _leave_out_float8(draft: Draft, target: ConfigTarget, setting: Setting) -> Setting:
     """Return the setting with products in 16 bits, and warn, if a config says the precision but not fp8."""
-    precision, wide = setting.precision, setting.precision.without_float8
+    precision, wide = setting.precision, without_float8(setting.precision)
     knobs = [knob for knob in target.knobs if knob.field == "precision"]
     if precision is wide or not knobs or any(precision.value in knob.words for knob in knobs):
         return setting

@@ -151,12 +151,6 @@ class Precision(StrEnum):
         member.dtypes = dtypes or Dtypes()
         return member
 
-    @property
-    def without_float8(self) -> Precision:
-        """Return the precision that does the same with products in 16 bits; itself if they are not in 8."""
-        dtypes = self.dtypes.replace(products_format=None)
-        return next((precision for precision in Precision if precision.dtypes == dtypes), self)
-
     FP32 = "fp32", Dtypes(tf32_convolutions=False)
     TF32 = "tf32", Dtypes(tf32_products=True)
     BF16 = "bf16", Dtypes(autocast=BFLOAT16)
@@ -185,3 +179,9 @@ class Precision(StrEnum):
         ),
     )
     """The same with a scale per row, which loses less, and takes longer. Sizes also by torchao."""
+
+
+def without_float8(precision: Precision) -> Precision:
+    """Return the precision that does the same with products in 16 bits; itself if they are not in 8."""
+    wide = precision.dtypes.replace(products_format=None)
+    return next((other for other in Precision if other.dtypes == wide), precision)
