@@ -54,3 +54,41 @@ class Decoder(trimtab.Job):
         """Return the model's own loss."""
         loss: torch.Tensor = model(**batch).loss
         return loss
+
+
+class Wide(trimtab.Job):
+    """Blocks of two linear layers on vectors, with biases."""
+
+    name = "fit-wide"
+    global_batch = 65536
+    samples, epochs, additive = 1_000_000, 1, True
+    width, ff, layers = 4096, 16384, 6
+
+    def model(self) -> torch.nn.Module:
+        """Return the blocks and a head of 10 classes."""
+        blocks = torch.nn.Sequential(*(_Block(self.width, self.ff) for _ in range(self.layers)))
+        return torch.nn.Sequential(blocks, torch.nn.Linear(self.width, 10))
+
+    def batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return random vectors and classes."""
+        return torch.randn(size, self.width), torch.randint(0, 10, (size,))
+
+    def loss(self, model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the cross-entropy."""
+        given, wanted = batch
+        return torch.nn.functional.cross_entropy(model(given).float(), wanted)
+
+
+class _Block(torch.nn.Module):
+    """Norm, wide layer, narrow layer."""
+
+    def __init__(self, width: int, ff: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, ff)
+        self.down = torch.nn.Linear(ff, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum with the input."""
+        out: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + out

@@ -410,9 +410,41 @@ def _recomputes() -> list[QueuedCase]:
     ]
 
 
+FP8_1B: dict[str, Any] = {"layers": 8, "vocabulary": 32_000, "seq": 2048}
+FP8_8B: dict[str, Any] = {
+    "width": 4096, "ff": 14336, "layers": 4, "vocabulary": 32_000, "tied": False, "seq": 2048,
+}  # fmt: skip
+
+
+def _float8() -> list[QueuedCase]:
+    """Linear layers that multiply in 8 bits."""
+    decoders = [
+        QueuedCase(
+            f"fp8-{precision.removeprefix('fp8-')}-{size}{'-compile' * compiled}-b4", FIT, 4, options,
+            precision=precision, compile=compiled,
+        )
+        for size, options, precision, compiled in (
+            ("8b4", FP8_8B, "fp8-tensorwise", True),
+            ("1b8", FP8_1B, "fp8-rowwise", True),
+            ("1b8", FP8_1B, "fp8-tensorwise", False),
+            ("8b4", FP8_8B, "fp8-rowwise", False),
+            ("8b4", FP8_8B, "fp8-rowwise", True),
+            ("1b8", FP8_1B, "fp8-tensorwise", True),
+        )
+    ]  # fmt: skip
+    mlps = [
+        QueuedCase("fp8-tensorwise-mlp-b8192", "bench/fit_jobs.py:Wide", 8192, precision="fp8-tensorwise"),
+        QueuedCase(
+            "fp8-rowwise-mlp-full-b8000", "bench/fit_jobs.py:Wide", 8000, precision="fp8-rowwise",
+            recompute="full",
+        ),
+    ]  # fmt: skip
+    return [*decoders[:2], mlps[0], *decoders[2:], mlps[1]]
+
+
 def _ways_to_fit() -> list[QueuedCase]:
     """The most informative of each kind first."""
-    kinds = [_bases(), _optimizers(), _losses(), _recomputes()]
+    kinds = [_bases(), _optimizers(), _losses(), _recomputes(), _float8()]
     longest = max(map(len, kinds))
     return [cases[place] for place in range(longest) for cases in kinds if place < len(cases)]
 

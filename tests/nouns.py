@@ -125,7 +125,7 @@ def build(cls: type[spec.Noun]) -> Values:
 load_package()
 from trimtab.catalog.glossary import KINDS  # noqa: E402 - after the check that everything can be loaded
 from trimtab.configs.targets import COUNTS, WORDS, Knob  # noqa: E402
-from trimtab.spec.precision import DTYPE_BYTES, FLOAT32  # noqa: E402
+from trimtab.spec.precision import DTYPE_BYTES, FLOAT8, FLOAT32  # noqa: E402
 from trimtab.training.bad_steps import BACKWARD, BATCH, FORWARD  # noqa: E402
 from trimtab.training.fault_injection import POINTS_BY_KIND, FaultKind  # noqa: E402
 from trimtab.training.job_queries import ANSWERS  # noqa: E402
@@ -157,6 +157,7 @@ FIELDS: dict[str, dict[str, Values]] = {
     },
     "Launch": {"command": tuples(names, 1)},
     "Link": {"source": source},
+    "ProductsFormat": dict.fromkeys(("values", "gradients"), st.sampled_from(FLOAT8)),
     "Resources": dict.fromkeys(("nodes", "procs", "least_nodes", "gpus"), few),
     "Node": {"devices": st.deferred(lambda: tuples(NOUNS[spec.Device], 0, 3))},
     "Setting": {

@@ -144,6 +144,8 @@ def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
             continue
         # Not the same: then it has been said why.
         lacks = {sentence for knob in where.target.knobs for sentence in knob.lacks.values()}
+        if field == "precision":
+            lacks.add(f"No key here says {wanted[field]}: ")
         assert any(sentence in told for sentence in lacks), (field, found.facts[field], wanted[field], said)
     again, more, _ = written(after.edit({}), file, plan)
     assert more == []
@@ -173,6 +175,13 @@ def test_each_framework_gets_its_own_meaning_of_batch() -> None:
     assert found["training.global_batch_size"] == 128
     assert "training.local_batch_size" not in found  # it is 8 already
     assert edit_of(samples.SLM, "c.py", plan(SINGLE))[0]["slm_config.batch_size"] == 20
+
+
+def test_fp8_is_written_as_bf16_and_said() -> None:
+    found, said = edit_of(samples.HYDRA, "c.yaml", plan(FSDP.replace(precision=Precision.FP8_ROWWISE)))
+    wide, _ = edit_of(samples.HYDRA, "c.yaml", plan(FSDP))
+    assert found == wide
+    assert any("No key here says fp8-rowwise: bf16 is written" in sentence for sentence in said)
 
 
 def test_minus_one_stays_where_it_stands_for_what_is_wanted() -> None:

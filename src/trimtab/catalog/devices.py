@@ -16,6 +16,7 @@ from trimtab.spec import Peaks, Vendor
 
 if TYPE_CHECKING:
     from trimtab.catalog.tables import DeviceRow
+    from trimtab.spec import Device
 
 
 _VENDOR_WORDS = re.compile(r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|generation)\b|\(tm\)|\(r\)")
@@ -146,6 +147,26 @@ def parse_capability(text: str) -> tuple[int, int] | None:
     """
     match = re.fullmatch(r"(\d+)\.(\d+)", text)
     return (int(match.group(1)), int(match.group(2))) if match else None
+
+
+def has_fp8(device: Device) -> bool:
+    """Whether trimtab multiplies in 8-bit floats on a device; unknown counts as yes, AMD as no."""
+    if device.vendor is not Vendor.NVIDIA:
+        return False
+    capability = parse_capability(device.compute_capability or "")
+    if capability is not None:
+        return capability >= FIRST_FP8
+    known = any(getattr(device.peaks, name) for name in device.peaks.__struct_fields__)
+    return device.peaks.fp8 is not None or not known
+
+
+def explain_no_fp8(device: Device) -> str:
+    """Return why a device does not multiply in 8-bit floats."""
+    if device.vendor is not Vendor.NVIDIA:
+        return f"trimtab runs fp8 on NVIDIA GPUs only, and {device.kind} is not one"
+    capability = device.compute_capability
+    stated = f" ({device.kind} has {capability})" if capability else ""
+    return f"{device.kind} has no fp8: it needs compute capability 8.9 or newer{stated}"
 
 
 def has_bf16(compute_capability: str) -> bool:

@@ -25,6 +25,7 @@ from trimtab.configs.targets import WORDS, conditions_hold, split_key
 from trimtab.configs.text_edit import format_path
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Noun
+from trimtab.spec.precision import without_float8
 from trimtab.strategies import STRATEGIES, strategy_of
 
 if TYPE_CHECKING:
@@ -225,6 +226,7 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
         )
     exact, note = make_exact(setting or plan.choice, given)
     draft.said += [note] if note else []
+    exact = _leave_out_float8(draft, site.target, exact)
     facts = list_facts(exact, nodes, plan_sequence_length(plan))
     entries = document.entries()
     values = {entry.path: entry for entry in entries}
@@ -256,6 +258,21 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     _warn_differences(site, entries, draft, exact, facts)
     _warn_job_options(site, values, draft, plan)
     return draft
+
+
+def _leave_out_float8(draft: Draft, target: ConfigTarget, setting: Setting) -> Setting:
+    """Return the setting with products in 16 bits, and warn, if a config says the precision but not fp8."""
+    precision, wide = setting.precision, without_float8(setting.precision)
+    knobs = [knob for knob in target.knobs if knob.field == "precision"]
+    if precision is wide or not knobs or any(precision.value in knob.words for knob in knobs):
+        return setting
+    draft.warn(
+        f"No key here says {precision}: {wide} is written, which is slower. Convert the linear layers in "
+        "your code, as with convert_to_float8_training of torchao.",
+        field="precision",
+        planned=precision.value,
+    )
+    return setting.replace(precision=wide)
 
 
 def _warn_unplanned(draft: Draft, knob: Knob, path: KeyPath, entry: Entry | None) -> None:

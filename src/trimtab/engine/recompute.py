@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 SAVED_OPS = (
-    "mm addmm bmm baddbmm _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "mm addmm bmm baddbmm _scaled_mm "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math"
 )
 """Operations whose results selective recomputation stores: matrix products and attention."""

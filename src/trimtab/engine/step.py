@@ -16,6 +16,7 @@ from trimtab.engine.branches import compute_branch_loss
 from trimtab.engine.build import EntryPoints, build_model, find_entries, make_batch
 from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.compile import CompileSwitch
+from trimtab.engine.float8 import convert_linear_layers
 from trimtab.engine.fsdp import move_module, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
 from trimtab.engine.gradients import Gradients, LocalGradients, Reducer
@@ -194,6 +195,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
     quantize_frozen(model, setting.base, "cpu" if sharded else device)
+    convert_linear_layers(model, setting.dtypes, device)
     apply_loss_form(model, setting.loss)
     recomputed = enable_recompute(model, setting.recompute)
     if install_stage is not None:

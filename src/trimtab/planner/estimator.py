@@ -21,7 +21,7 @@ from trimtab.predict.derive import derive_trace
 from trimtab.predict.estimate import estimate_trace as judge
 from trimtab.predict.memory import add_accumulation
 from trimtab.spec import PARTS, Allocator, Estimate, Recompute
-from trimtab.spec.precision import BFLOAT16, FLOAT16
+from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
 from trimtab.strategies import one_micro_batch, one_replica, strategy_of
 
 if TYPE_CHECKING:
@@ -502,8 +502,8 @@ def compute_peak_s(trace: Trace, device: Device) -> float:
     total = 0.0
     for number in keep_compute(trace).sequence:
         work = trace.works[number]
-        half = device.peaks.get_rate(work.dtype) if work.dtype in (FLOAT16, BFLOAT16) else None
-        rate = half or max(peaks, default=None)
+        narrow = device.peaks.get_rate(work.dtype) if work.dtype in (FLOAT16, BFLOAT16, *FLOAT8) else None
+        rate = narrow or max(peaks, default=None)
         total += work.flops / rate if rate else 0.0
     return total
 

@@ -195,7 +195,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     )
     parts = step_time.estimate_step(trace, setting, pace.pace, pace.host, among, fusing=fusing)
     seconds = parts.total_s
-    peak = device.peaks.get_rate(setting.dtypes.products) or device.peaks.fp32
+    peak = device.peaks.get_rate(setting.dtypes.reference_products) or device.peaks.fp32
     flops = step_time.device_flops(trace, setting)
     once = step_time.model_flops(trace)
     mfu = flops / (seconds * peak) if peak else None
@@ -214,6 +214,10 @@ def _estimate_time(  # noqa: PLR0913 - as above
     if not pace.own:
         name = device.kind if device.slice else device.name
         notes.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")
+    if setting.dtypes.products_format is not None:
+        notes.append(f"fp8: MFU is a share of the peak in {setting.dtypes.reference_products}")
+        if not setting.compile:
+            notes.append("fp8 without --compile: scaling and casting run as kernels of their own")
     notes += strategy_of(setting).time_assumptions
     if not alone:
         notes.append("time: collectives by the bandwidth of the links, not measured")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.cache import MemoryCache
 from trimtab.spec import PARTS, Work
-from trimtab.spec.precision import DTYPE_BYTES, FLOAT32, TF32
+from trimtab.spec.precision import DTYPE_BYTES, FLOAT8, FLOAT32, TF32
 from trimtab.spec.trace import ENTER, LEAVE
 
 if TYPE_CHECKING:
@@ -420,7 +420,7 @@ def cast_to_half(work: Work, half: str) -> Work:
 
 def _library_calls(work: Work, pace: Pace, *, channels_last: bool) -> tuple[Work, ...]:
     """Return the calls that inductor makes for an operation of a library."""
-    if work.kind == "matrix":
+    if work.kind == "matrix" and work.dtype not in FLOAT8:
         return pad_product(work, pace)
     if work.kind == "convolution" and channels_last and _is_flat(work):
         return (work.replace(dims=(*work.dims[:4], CHANNELS_LAST, *work.dims[5:])),)

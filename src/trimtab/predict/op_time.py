@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.facts import facts_of
-from trimtab.spec.precision import BFLOAT16, FLOAT16
+from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
 
 if TYPE_CHECKING:
@@ -49,10 +49,13 @@ class Rates(NamedTuple):
     bandwidth: float
     multiprocessors: int
     law: LawFacts
+    float8: float | None = None
 
     def peak(self, dtype: str) -> float:
         """Return the peak of a dtype, by torch's name; unlisted dtypes run like fp32."""
         peaks = {"tf32": self.tf32, "float16": self.float16, "bfloat16": self.bfloat16}
+        if dtype in FLOAT8:
+            return self.float8 or self.float32
         return peaks.get(dtype, self.float32)
 
 
@@ -70,6 +73,7 @@ def device_rates(device: Device) -> Rates | None:
         bandwidth=device.bandwidth_bytes_per_s,
         multiprocessors=device.multiprocessors or DEFAULT_MULTIPROCESSORS,
         law=facts_of(device).law,
+        float8=device.peaks.fp8,
     )
 
 

@@ -30,7 +30,14 @@ class Vendor(StrEnum):
     AMD = "amd"
 
 
-PEAK_NAMES = {"float32": "fp32", "tf32": "tf32", "float16": "fp16", "bfloat16": "bf16"}
+PEAK_NAMES = {
+    "float32": "fp32",
+    "tf32": "tf32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
 """Field of Peaks for each dtype of matrix products."""
 
 
@@ -46,7 +53,7 @@ class Peaks(Noun, frozen=True, kw_only=True):
     bf16: float | None = None
     """bf16 inputs, fp32 accumulation; None if bf16 is only emulated."""
     fp8: float | None = None
-    """fp8 inputs; no trimtab precision uses it yet."""
+    """fp8 inputs, fp32 accumulation; None if the device has no fp8."""
 
     def faults(self) -> list[str]:
         """Check that rates are positive."""

@@ -15,6 +15,49 @@ FLOAT32, BFLOAT16, FLOAT16 = "float32", "bfloat16", "float16"
 TF32 = "tf32"
 """Mode of tensor cores for float32 matrices: not a tensor dtype, but it has its own peak rate and kernels."""
 DTYPE_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+"""8-bit floats: with 3 bits of fraction up to 448, and with 2 bits up to 57,344."""
+FLOAT8 = (E4M3, E5M2)
+
+
+class ProductsFormat(Noun, frozen=True, kw_only=True):
+    """How linear layers multiply in 8 bits. Results and all other operations keep their dtypes.
+
+    Matrices are scaled by their largest absolute value, cast, multiplied, and the result is scaled back.
+    """
+
+    values: str = E4M3
+    """dtype of inputs and weights in a product."""
+    gradients: str = E5M2
+    """dtype of gradients in a product."""
+    scales_rows: bool = False
+    """Whether every row of a matrix has its own scale; otherwise the whole matrix has one."""
+    rounds_scales: bool = False
+    """Whether scales are rounded down to a power of two, so that scaling itself rounds nothing."""
+    too_small: tuple[tuple[int, int], ...] = ()
+    """Layers with at most so many outputs and so many inputs are not converted: scaling takes longer than
+    the product gains. 0: any number."""
+
+    def faults(self) -> list[str]:
+        """Check that dtypes have 8 bits and that sizes are not negative."""
+        wrong = [
+            f"{dtype} is none of {', '.join(FLOAT8)}"
+            for dtype in (self.values, self.gradients)
+            if dtype not in FLOAT8
+        ]
+        sizes = [size for pair in self.too_small for size in pair]
+        return wrong + ["a size of too_small is negative"] * any(size < 0 for size in sizes)
+
+    def gains(self, outputs: int, inputs: int) -> bool:
+        """Whether a layer of this size is faster in 8 bits.
+
+        >>> Precision.FP8_TENSORWISE.dtypes.products_format.gains(1024, 4096)
+        False
+        """
+        return not any(
+            (not most_outputs or outputs <= most_outputs) and (not most_inputs or inputs <= most_inputs)
+            for most_outputs, most_inputs in self.too_small
+        )
 
 
 class Dtypes(Noun, frozen=True, kw_only=True):
@@ -36,6 +79,8 @@ class Dtypes(Noun, frozen=True, kw_only=True):
     """Whether matrix products of float32 use TF32."""
     tf32_convolutions: bool = True
     """Whether convolutions of float32 use TF32, as they do by torch's default."""
+    products_format: ProductsFormat | None = None
+    """How large linear layers multiply in 8 bits; None: they multiply in the dtype of other operations."""
 
     def faults(self) -> list[str]:
         """Check that every dtype is known and autocast is narrower than float32."""
@@ -52,7 +97,15 @@ class Dtypes(Noun, frozen=True, kw_only=True):
 
     @property
     def products(self) -> str:
-        """Return the dtype of matrix products, or tf32."""
+        """Return the dtype of most matrix products, or tf32."""
+        return self.products_format.values if self.products_format else self.reference_products
+
+    @property
+    def reference_products(self) -> str:
+        """Return the dtype whose peak MFU is a share of: that of products which are not in 8 bits.
+
+        Attention and the head of a model do not multiply in 8 bits, and MFU stays comparable in this way.
+        """
         return TF32 if self.tf32_products and self.compute == FLOAT32 else self.compute
 
     @property
@@ -77,8 +130,12 @@ class Dtypes(Noun, frozen=True, kw_only=True):
 
     @property
     def keeps_float32(self) -> bool:
-        """Whether weights and sums of gradients stay in float32; otherwise training results change."""
-        return self.weights == self.frozen_weights == self.reductions == FLOAT32
+        """Whether weights and sums of gradients stay in float32, and products have 16 bits at least.
+
+        Otherwise training results change.
+        """
+        stored = self.weights == self.frozen_weights == self.reductions == FLOAT32
+        return stored and self.products_format is None
 
 
 class Precision(StrEnum):
@@ -102,3 +159,29 @@ class Precision(StrEnum):
     """fp16 autocast with loss scaling, fp32 weights."""
     BF16_TRUE = "bf16-true", Dtypes(weights=BFLOAT16, frozen_weights=BFLOAT16, reductions=BFLOAT16)
     """bf16 weights."""
+    FP8_TENSORWISE = (
+        "fp8-tensorwise",
+        Dtypes(autocast=BFLOAT16, products_format=ProductsFormat(too_small=((1024, 4096),))),
+    )
+    """bf16 autocast, fp32 weights; large linear layers multiply in 8 bits, with a scale per matrix.
+
+    Sizes of layers that do not gain are those that torchao publishes for this recipe, measured on H100."""
+    FP8_ROWWISE = (
+        "fp8-rowwise",
+        Dtypes(
+            autocast=BFLOAT16,
+            products_format=ProductsFormat(
+                gradients=E4M3,
+                scales_rows=True,
+                rounds_scales=True,
+                too_small=((2048, 0), (0, 1024), (4096, 2048)),
+            ),
+        ),
+    )
+    """The same with a scale per row, which loses less, and takes longer. Sizes also by torchao."""
+
+
+def without_float8(precision: Precision) -> Precision:
+    """Return the precision that does the same with products in 16 bits; itself if they are not in 8."""
+    wide = precision.dtypes.replace(products_format=None)
+    return next((other for other in Precision if other.dtypes == wide), precision)

@@ -137,7 +137,10 @@ PlainOptions = Annotated[dict[str, Any] | None, option(SET_HELP, **SET)]
 Cache = Annotated[bool, option("Trace again, even if nothing changed.", "--no-cache")]
 Clip = Annotated[float | None, option("Clip gradients to this norm.", minimum=0.0)]
 MicroBatch = Annotated[int, option("Samples per forward pass on one rank.")]
-PrecisionName = Annotated[str, option("Precision of the computation: fp32, tf32, bf16, fp16 or bf16-true.")]
+PrecisionName = Annotated[
+    str,
+    option("Precision of the computation: fp32, tf32, bf16, fp16, bf16-true, fp8-tensorwise or fp8-rowwise."),
+]
 RecomputeName = Annotated[
     str, option("Activation recomputation (gradient checkpointing): none, full or selective.")
 ]

@@ -106,6 +106,15 @@ def keep_composite_ops(library: torch.library.Library) -> None:
         library.impl(name, fail, "CUDA")
 
 
+def multiply_into_result(library: torch.library.Library) -> None:
+    """Let compiled code write products of 8-bit floats into a given tensor: torch has no fake for that."""
+
+    def run(*_: Any, out: torch.Tensor, **__: Any) -> torch.Tensor:
+        return out
+
+    library.impl("_scaled_mm.out", run, "Meta")
+
+
 def add_bias_in_place(library: torch.library.Library) -> None:
     """Let a linear layer with non-contiguous input add its bias in place, as it does for real tensors."""
     original = torch.ops.aten.linear.default

@@ -165,8 +165,9 @@ def _choose_dtype(values: Sequence[Any], policy: str) -> torch.dtype:
     return torch.float32 if has_fp32 else lower
 
 
+SCALED_PRODUCT = "aten::_scaled_mm"
 MATRIX_OPS = {
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm",
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", SCALED_PRODUCT, "aten::_grouped_mm",
 }  # fmt: skip
 
 
@@ -188,6 +189,8 @@ class Kernels:
         self.assumptions: dict[str, None] = {}
         self.values = ValueTracker(self.assume)
         self._cublas_threads: set[int] = set()
+        self._scaled_threads: set[int] = set()
+        """Threads that have multiplied 8-bit floats."""
         self._dropout_state = False
         """Whether cuDNN has allocated its random states for dropout in recurrent layers."""
         self._library = torch.library.Library("aten", "IMPL")
@@ -204,6 +207,7 @@ class Kernels:
         recurrent.register_recurrent(self._library, self.assume)
         fake_ops.keep_composite_ops(self._library)
         fake_ops.add_bias_in_place(self._library)
+        fake_ops.multiply_into_result(self._library)
 
     def assume(self, text: str) -> None:
         """Add an assumption to the list, once."""
@@ -253,7 +257,11 @@ class Kernels:
                 self.target.multiprocessors or convolution.reference_multiprocessors()
             )
         thread = threading.get_ident()
+        persistent = 0
+        if name == SCALED_PRODUCT and thread not in self._scaled_threads:
+            self._scaled_threads.add(thread)
+            persistent = workspaces.CUBLAS_LT
         if name not in CUBLAS_OPS or thread in self._cublas_threads:
-            return 0
+            return persistent
         self._cublas_threads.add(thread)
-        return workspaces.cublas_workspace_bytes(self.capability)
+        return persistent + workspaces.cublas_workspace_bytes(self.capability)

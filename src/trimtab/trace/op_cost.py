@@ -515,8 +515,24 @@ def _describe_int8(name: str, args: tuple[Any, ...], out: Any) -> Work:
     )
 
 
+def _describe_scaled(name: str, args: tuple[Any, ...], out: Any) -> Work:
+    """Return the work of a product of 8-bit floats; scales per row make another kernel."""
+    left, right, scale = args[0], args[1], args[2]
+    rows, inner, columns = left.shape[0], left.shape[1], right.shape[1]
+    return Work(
+        op=name if scale.numel() == 1 else f"{name} by row",
+        kind="matrix",
+        dtype=dtype_name(left.dtype),
+        flops=2 * rows * columns * inner,
+        read_bytes=_bytes(left) + _bytes(right),
+        write_bytes=_bytes(out),
+        dims=(1, rows, columns, inner, min(map(_alignment, (left, right, out)))),
+    )
+
+
 _RULES: dict[str, Callable[[str, tuple[Any, ...], Any], Work]] = {
     "trimtab::product_int8": _describe_int8,
+    "aten::_scaled_mm": _describe_scaled,
     "aten::mm": _describe_matrix,
     "aten::addmm": _describe_matrix,
     "aten::bmm": _describe_matrix,

@@ -57,6 +57,7 @@ WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
 pass of all."""
 
 
+GATHERED_WIDE = "fp8: ranks gather weights in 16 bits; trimtab does not gather them in 8 bits"
 LONGEST_NOTE = "memory is that of longest(), the longest batch of the job; time is that of batch()"
 
 
@@ -118,6 +119,7 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         # Constants are created on the host and lifted, never copied to a device that does not exist.
         torch._C._set_only_lift_cpu_tensors(True)
         model = _build_model(job, request, recorder, rank.branch)
+        _note_float8(model, request, recorder)
         built = _BuiltModel(job, model, request, recorder, rank)
         trace = None
         # A pipeline stage has only some of the blocks: they are all traced. So are they if they differ.
@@ -128,6 +130,16 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
             deliver(trace, how)
         else:
             deliver(_trace_model(built), WHOLE)
+
+
+def _note_float8(model: Any, request: TraceRequest, recorder: Any) -> None:
+    """Note which layers of the whole model multiply in 8 bits."""
+    from trimtab.engine.float8 import describe_conversion
+
+    if note := describe_conversion(model, request.setting.dtypes):
+        recorder.kernels.assume(note)
+        if strategy_of(request.setting).is_sharded:
+            recorder.kernels.assume(GATHERED_WIDE)
 
 
 class _BuiltModel(NamedTuple):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 CUBLAS_HOPPER = 32 * MIB
 CUBLAS_OLDER = 4096 * 1024 * 2 + 16 * 1024 * 8
 """Bytes for each thread that runs matrix products, never freed."""
+CUBLAS_LT = MIB
+"""Bytes for each thread that runs products of 8-bit floats, never freed (H200, torch 2.11)."""
 WARP = 32
 FP32_BYTES = 4
 CUDNN_ROUNDING = 256
@@ -288,6 +290,10 @@ def _column_sum(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
     return [RESULT, *_request_partial_sums(args[0], args[1] if len(args) > 1 else None)]
 
 
+def _column_norm(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    return [RESULT, *_request_partial_sums(args[0], args[2] if len(args) > 2 else None)]  # noqa: PLR2004
+
+
 def _request_partial_sums(source: torch.Tensor, dims: Any) -> list[MemoryRequest]:
     """Request the buffer of a reduction if the remaining dimensions have the smallest strides."""
     dim_list = [dims] if isinstance(dims, int) else dims
@@ -397,6 +403,7 @@ RULES: dict[str, Callable[[tuple[Any, ...], Any], list[MemoryRequest]]] = {
     "aten::_ctc_loss_backward": _ctc_loss_backward,
     "aten::sum": _column_sum,
     "aten::mean": _column_sum,
+    "aten::linalg_vector_norm": _column_norm,
     "aten::native_dropout": _dropout,
     "aten::topk": _topk,
     "aten::sort": _sort,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.engine.additive_loss import find_batch_norms
+from trimtab.engine.float8 import describe_conversion
 from trimtab.engine.optimizer import ONLY
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import synthetic
@@ -381,6 +382,9 @@ class TrainingLoop:
             f"{self.task.job}, {spread}, {words} = global batch {choice.global_batch}, "
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
+        if note := describe_conversion(self.run.model, choice.dtypes):
+            emulated = " (emulated: this device does not)" if self.run.device.type == "cpu" else ""
+            self.events.step_log.say(note + emulated)
         for note in self._describe_batch_split():
             self.events.step_log.say(note)
         if callable(getattr(self.job, "evaluate", None)) and self.validation is None:
