@@ -1,7 +1,7 @@
 """Measurements that need a GPU: a list of cases, run one process a case, most informative first.
 
     python bench/gpu_queue.py list                      what there is to measure
-    python bench/gpu_queue.py run [--out FILE] [--seconds N] [--workers N] [--only PATTERN]
+    python bench/gpu_queue.py run [--out FILE] [--seconds N] [--workers N] [--only PATTERNS] [--packages DIR]
     python bench/gpu_queue.py predict [--predictions FILE] [--workers N] [--only PATTERN]     needs no GPU
     python bench/gpu_queue.py compare [--out FILE] [--predictions FILE] [--only PATTERN]
 
@@ -20,10 +20,12 @@ import fnmatch
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -480,27 +482,118 @@ def measure(name: str) -> dict[str, Any]:
     return found
 
 
-def run(out: Path, seconds: float, workers: int, only: str) -> None:
-    """Measure what the file does not have yet, until the time is over."""
+def run(out: Path, seconds: float, workers: int, only: str, packages: str) -> None:
+    """Measure what the file does not have yet, until the time is over.
+
+    `packages` is a folder of Python packages for the cases; some of them use the GPU when they are imported.
+
+    Imports take longer than most cases, so they are done once, before any use of the GPU, and each case runs
+    in a fork of this process.
+    """
     began = time.monotonic()
     known = {line["id"] for line in read_results(out) if not line.get("failed")}
-    waiting = [case for case in queue() if case.id not in known and fnmatch.fnmatch(case.id, only)]
-
-    def one_case(case: QueuedCase) -> None:
+    waiting = [case for case in queue() if case.id not in known and matches(case.id, only)]
+    _import_once()
+    print(f"{time.monotonic() - began:6.1f} s  imported", flush=True)
+    running: list[_ForkedCase] = []
+    while waiting or running:
         left = seconds - (time.monotonic() - began)
-        if left < (60 if case.compile or case.kind == "cap" else 15):
-            return
-        limit = min(left, {"cap": CAP_S}.get(case.kind, COMPILED_S if case.compile else CASE_S))
-        line = _answered_apart("case", case, limit)
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        shown = {
-            key: line[key] for key in ("allocated_bytes", "reserved_bytes", "step_s", "failed") if key in line
-        }
-        print(f"{time.monotonic() - began:6.1f} s  {case.id}  {shown}", flush=True)
+        while waiting and len(running) < workers:
+            case = waiting.pop(0)
+            if left > (60 if case.compile or case.kind == "cap" else 15):
+                limit = {"cap": CAP_S}.get(case.kind, COMPILED_S if case.compile else CASE_S)
+                running.append(_ForkedCase(case, min(left, limit), packages))
+        for forked in [forked for forked in running if forked.is_done()]:
+            running.remove(forked)
+            line = forked.line()
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            shown = {
+                key: line[key]
+                for key in ("allocated_bytes", "reserved_bytes", "step_s", "took_s", "failed")
+                if key in line
+            }
+            print(f"{time.monotonic() - began:6.1f} s  {forked.case.id}  {shown}", flush=True)
+        time.sleep(0.05)
 
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one_case, waiting))
+
+def matches(name: str, patterns: str) -> bool:
+    """Whether a name fits one of several patterns, which commas separate."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns.split(","))
+
+
+def _import_once() -> None:
+    """Import what most cases need; nothing here may use the GPU, or forks could not."""
+    import torch
+    import transformers
+    from transformers import LlamaForCausalLM
+
+    import trimtab.engine.step
+    import trimtab.exams.measure
+    import trimtab.trace.server
+
+    del transformers, LlamaForCausalLM, trimtab
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        raise RuntimeError("an import used the GPU: cases cannot run in forks of this process")
+
+
+class _ForkedCase:
+    """A case that runs in a fork of this process."""
+
+    def __init__(self, case: QueuedCase, limit: float, packages: str) -> None:
+        self.case, self.limit, self.began = case, limit, time.monotonic()
+        self.packages = packages
+        self.folder = tempfile.TemporaryDirectory()
+        self.status: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            self._run()
+
+    def _run(self) -> None:
+        status = 1
+        try:
+            for number, name in ((1, "out"), (2, "err")):
+                handle = os.open(f"{self.folder.name}/{name}", os.O_WRONLY | os.O_CREAT)
+                os.dup2(handle, number)
+            if self.packages:
+                sys.path.append(self.packages)
+            answer(self.case.id)
+            status = 0
+        except BaseException:  # noqa: BLE001 - the parent reads what it was
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def is_done(self) -> bool:
+        """Whether the fork has ended; it is ended if its time is over."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            self.status = os.waitstatus_to_exitcode(status)
+            return True
+        if time.monotonic() - self.began > self.limit:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            return True
+        return False
+
+    def line(self) -> dict[str, Any]:
+        """The line of the case."""
+        line: dict[str, Any] = {"id": self.case.id, "case": asdict(self.case)}
+        out, err = ((Path(self.folder.name) / name) for name in ("out", "err"))
+        answers = (
+            [text for text in out.read_text().splitlines() if text.startswith("{")] if out.exists() else []
+        )
+        why = err.read_text()[-600:] if err.exists() else ""
+        self.folder.cleanup()
+        if self.status is None:
+            return line | {"failed": f"no answer in {self.limit:.0f} s"}
+        if self.status or not answers:
+            return line | {"failed": why or f"exit code {self.status}"}
+        found: dict[str, Any] = json.loads(answers[-1])
+        return line | found | {"took_s": round(time.monotonic() - self.began, 1)}
 
 
 def _answered_apart(verb: str, case: QueuedCase, limit: float) -> dict[str, Any]:
@@ -607,9 +700,7 @@ def predict_all(file: Path, seconds: float, workers: int, only: str) -> None:
     began = time.monotonic()
     known = {line["id"] for line in read_results(file)}
     waiting = [
-        case
-        for case in queue()
-        if case.id not in known and case.kind == "step" and fnmatch.fnmatch(case.id, only)
+        case for case in queue() if case.id not in known and case.kind == "step" and matches(case.id, only)
     ]
 
     def one_case(case: QueuedCase) -> None:
@@ -630,7 +721,7 @@ def compare(out: Path, only: str, predictions: Path) -> None:
     errors: dict[str, list[float]] = {}
     made = {line["id"]: line for line in read_results(predictions)}
     for line in read_results(out):
-        if line.get("failed") or line.get("out_of_memory") or not fnmatch.fnmatch(line["id"], only):
+        if line.get("failed") or line.get("out_of_memory") or not matches(line["id"], only):
             continue
         if line["case"]["kind"] == "cap":
             found = {"least_bytes": line["error"]}
@@ -672,13 +763,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--workers", type=int, default=5)
     parser.add_argument("--only", default="*")
+    parser.add_argument("--packages", default="")
     given = parser.parse_args()
     if given.verb == "list":
         known = {line["id"] for line in read_results(given.out) if not line.get("failed")}
         for case in queue():
             print(f"{'done' if case.id in known else 'open'}  {case.id}")
     elif given.verb == "run":
-        run(given.out, given.seconds, given.workers, given.only)
+        run(given.out, given.seconds, given.workers, given.only, given.packages)
     elif given.verb == "case":
         answer(given.name)
     elif given.verb == "predict":

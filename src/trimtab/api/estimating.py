@@ -222,19 +222,6 @@ def gpu_here(verb: str = "profile") -> Device:
     return found[0]
 
 
-def _read_optimizer(text: str) -> dict[str, Any]:
-    """Return the fields of a Setting for --optimizer: an implementation, or an optimizer by name."""
-    from trimtab.errors import WrongUse
-    from trimtab.spec import OptimizerImplementation, OptimizerRule
-
-    if text in [word.value for word in OptimizerImplementation]:
-        return {"optimizer": OptimizerImplementation(text)}
-    if text in [word.value for word in OptimizerRule]:
-        return {"optimizer_rule": OptimizerRule(text)}
-    known = ", ".join(word.value for word in (*OptimizerImplementation, *OptimizerRule))
-    raise WrongUse(f"--optimizer {text}", found=f"it is none of {known}", cure="Use one of those.")
-
-
 def make_setting(  # noqa: PLR0913 - each is a field of Setting
     *,
     micro_batch: int,
@@ -262,11 +249,14 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         Allocator,
         BaseFormat,
         LossForm,
+        OptimizerImplementation,
+        OptimizerRule,
         Precision,
         Recompute,
         Setting,
         Strategy,
     )
+    from trimtab.spec.setting import read_optimizer
     from trimtab.strategies import STRATEGIES
 
     def word(kind: Any, text: str, option: str) -> Any:
@@ -279,6 +269,10 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             ) from None
 
     how = word(Strategy, strategy, "strategy")
+    optimizing: Any = read_optimizer(optimizer)
+    if not optimizing:
+        known = ", ".join(word.value for word in (*OptimizerImplementation, *OptimizerRule))
+        raise WrongUse(f"--optimizer {optimizer}", found=f"it is none of {known}", cure="Use one of those.")
     rules = STRATEGIES[how]
     if compile and rules.needs_several_gpus:
         raise WrongUse(
@@ -309,7 +303,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         loss=word(LossForm, loss, "loss"),
         recompute=word(Recompute, recompute, "recompute"),
         compile=compile,
-        **_read_optimizer(optimizer),
+        **optimizing,
         allocator=word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
     )

@@ -410,9 +410,10 @@ class TraceEstimator:
         strategy = strategy_of(setting)
         if not strategy.runs_whole_model:
             return
-        if setting.precision.value not in self.results.static_bytes:
+        stored = _stored_key(setting)
+        if stored not in self.results.static_bytes:
             shares = strategy.weight_shares(setting.mesh) or 1
-            self.results.static_bytes[setting.precision.value] = count_static_bytes(trace) * shares
+            self.results.static_bytes[stored] = count_static_bytes(trace) * shares
         alone, single = keep_one_device(layout), one_micro_batch(setting)
         for compiled in (False, True):
             like = single.replace(compile=compiled)
@@ -434,7 +435,7 @@ class TraceEstimator:
         shares = strategy_of(setting).weight_shares(setting.mesh)
         if shares is None:
             return 0
-        return int(STATIC_SLACK * self.results.static_bytes.get(setting.precision.value, 0) / shares)
+        return int(STATIC_SLACK * self.results.static_bytes.get(_stored_key(setting), 0) / shares)
 
     def _has_result(self, setting: Setting, layout: Layout) -> bool:
         key = self._estimate_key(setting, layout)
@@ -468,7 +469,13 @@ def _rate_key(setting: Setting, device: Device) -> str:
 
 
 def _peak_key(setting: Setting, device: Device) -> str:
-    return f"{device.kind} {setting.precision}"
+    return f"{device.kind} {_stored_key(setting)} {setting.loss}"
+
+
+def _stored_key(setting: Setting) -> str:
+    """Return the key of the static memory of a whole model: all that it depends on."""
+    kept = " ".join(setting.offload)
+    return f"{setting.precision} {setting.base} {setting.optimizer_rule} {kept}".strip()
 
 
 def count_static_bytes(trace: Trace) -> int:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from trimtab.errors import TrimtabError
 from trimtab.planner.batch_split import divide_evenly, divide_in_proportion, list_splits, make_share
 from trimtab.planner.estimator_interface import Layout, available_bytes
-from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED
+from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, read_ways
 from trimtab.planner.search import Evaluation
 from trimtab.planner.space import can_run, count_workers
-from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Rejection, Setting
+from trimtab.spec import Allocator, Precision, Recompute, Rejection, Setting
 from trimtab.strategies import strategy_by_speed
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class _ShareSearch:
             precision=precision,
             recompute=self.recompute,
             compile=self.compiled,
-            optimizer=OptimizerImplementation(str(pins.get("optimizer") or "fused")),
+            **read_ways(pins),
             allocator=self.allocator,
             workers=count_workers(self.layout, self.space.policy),
             sync_batchnorm=bool(pins.get("sync_batchnorm")),

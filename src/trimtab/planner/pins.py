@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import UnknownName, WrongUse, find_nearest
-from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Strategy
+from trimtab.spec import (
+    Allocator,
+    BaseFormat,
+    LossForm,
+    OptimizerImplementation,
+    OptimizerRule,
+    Precision,
+    Recompute,
+    Strategy,
+)
+from trimtab.spec.setting import read_optimizer
 from trimtab.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -17,7 +27,9 @@ CHOICES: dict[str, Any] = {
     "strategy": Strategy,
     "precision": Precision,
     "recompute": Recompute,
-    "optimizer": OptimizerImplementation,
+    "base": BaseFormat,
+    "loss": LossForm,
+    "optimizer": (*OptimizerImplementation, *OptimizerRule),
     "allocator": Allocator,
 }
 COUNTS = {"gpus": 1, "data_parallel": 1, "micro_batch": 1, "accumulation": 1, "workers": 0}
@@ -41,6 +53,20 @@ NOT_COMPILED_SYNCHRONISED = (
 )
 
 Pins = dict[str, str | int | bool]
+
+
+def read_ways(pins: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Setting that no search changes: they are pinned or as the job has them.
+
+    >>> read_ways({"base": "nf4", "optimizer": "adamw8bit"})
+    {'base': <BaseFormat.NF4: 'nf4'>, 'optimizer_rule': <OptimizerRule.ADAMW_8BIT: 'adamw8bit'>}
+    """
+    ways: dict[str, Any] = {}
+    if "base" in pins:
+        ways["base"] = BaseFormat(pins["base"])
+    if "loss" in pins:
+        ways["loss"] = LossForm(pins["loss"])
+    return ways | read_optimizer(str(pins.get("optimizer") or ""))
 
 
 def _check_sync_batchnorm(pins: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -35,7 +35,10 @@ TIE = 0.02
 """Predicted times that differ by less count as equal, because the median prediction error is larger, also
 on calibrated devices. The search then takes the simpler plan."""
 
-RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+RECOMPUTES = (
+    *(Recompute.NONE, Recompute.SELECTIVE, Recompute.EVERY_4, Recompute.EVERY_3, Recompute.EVERY_2),
+    Recompute.FULL,
+)
 
 Notice = Callable[["Evaluation"], None]
 Value = tuple[float, ...]

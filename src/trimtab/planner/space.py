@@ -10,11 +10,10 @@ from trimtab.errors import WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
 from trimtab.planner.estimator_interface import Layout, available_bytes
-from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, find_contradictions
+from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, find_contradictions, read_ways
 from trimtab.spec import (
     Allocator,
     Mesh,
-    OptimizerImplementation,
     Precision,
     RankPlacement,
     Recompute,
@@ -136,6 +135,8 @@ def make_layout(cluster: Cluster, picks: Picks) -> Layout:
 
 MOST_WORKERS = 8
 """Loader processes per rank: more rarely feed a device faster, and each holds batches in RAM."""
+SEARCHED_RECOMPUTES = [Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE]
+"""Ways of recomputing that a search tries; others can be pinned."""
 USUAL_WORKERS = 4
 """Loader processes per rank if the number of cores is unknown."""
 WITHOUT_AUTOCAST = (Precision.TF32, Precision.FP32)
@@ -159,10 +160,11 @@ class Family:
     precision: Precision
     recompute: Recompute
     compile: bool
-    optimizer: OptimizerImplementation
     workers: int
     global_batch: int
     sync_batchnorm: bool = field(default=False, kw_only=True)
+    ways: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
+    """Fields of the setting that no search changes, each with its value."""
     splits: tuple[BatchSplit, ...] = field(compare=False)
     """The largest micro-batch first."""
 
@@ -177,10 +179,10 @@ class Family:
             precision=self.precision,
             recompute=self.recompute,
             compile=self.compile,
-            optimizer=self.optimizer,
             allocator=allocator,
             workers=self.workers,
             sync_batchnorm=self.sync_batchnorm,
+            **dict(self.ways),
         )
 
 
@@ -409,7 +411,7 @@ def _list_families(
 ) -> Iterator[Family]:
     pins = policy.pins
     precision = pick_precision(layout.cluster.devices, policy, failed)
-    recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else list(Recompute)
+    recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else SEARCHED_RECOMPUTES
     compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
     ways = len(recomputes) * len(compiles)
     synchronised = bool(pins.get("sync_batchnorm"))
@@ -456,7 +458,7 @@ def _list_families(
                     precision=precision,
                     recompute=recompute,
                     compile=compiled,
-                    optimizer=OptimizerImplementation(str(pins.get("optimizer") or "fused")),
+                    ways=tuple(read_ways(pins).items()),
                     workers=count_workers(layout, policy),
                     global_batch=workload.global_batch,
                     sync_batchnorm=synchronised,

@@ -75,6 +75,21 @@ class OptimizerImplementation(StrEnum):
     PLAIN = "plain"
 
 
+def read_optimizer(text: str) -> dict[str, str]:
+    """Return the fields of a Setting for an implementation or an optimizer by name; {} if it is neither.
+
+    >>> read_optimizer("foreach")
+    {'optimizer': <OptimizerImplementation.FOREACH: 'foreach'>}
+    >>> read_optimizer("sgd"), read_optimizer("best")
+    ({'optimizer_rule': <OptimizerRule.SGD: 'sgd'>}, {})
+    """
+    if text in {word.value for word in OptimizerImplementation}:
+        return {"optimizer": OptimizerImplementation(text)}
+    if text in {word.value for word in OptimizerRule}:
+        return {"optimizer_rule": OptimizerRule(text)}
+    return {}
+
+
 class Allocator(StrEnum):
     """Mode of PyTorch's caching allocator."""
 
