@@ -216,7 +216,8 @@ def show_display(found: Display) -> RenderableType:
         Text(),
     ]
     table = _make_words_table("left", "left", "left")
-    for item in found.found:
+    # A key may hold two of our fields, as `optim` does.
+    for item in {item.key: item for item in found.found}.values():
         line = "default" if item.line is None else f"line {item.line}"
         table.add_row(
             escape_control(item.key), escape_control(format_value(item.computed or item.value)), line

@@ -22,7 +22,7 @@ from trimtab.configs.interpret import (
     word_to_write,
     words_of_value,
 )
-from trimtab.configs.targets import WORDS, conditions_hold, find_place, place_key
+from trimtab.configs.targets import WORDS, conditions_hold, place_key
 from trimtab.configs.text_edit import format_path
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Noun, Offload
@@ -122,6 +122,16 @@ class Draft:
     """Where the config will differ from the plan."""
     missing: dict[str, ConfigWarning] = field(default_factory=dict)
     """What to say of fields that no key here holds; another file may."""
+
+    def add(self, edit: Edit) -> None:
+        """Add an edit; a second one of the same key replaces the first."""
+        first = next((other for other in self.edits if other.path == edit.path), None)
+        if first is None:
+            self.edits.append(edit)
+            return
+        self.edits.remove(first)
+        if edit.after != first.before:
+            self.edits.append(first.replace(after=edit.after, field=edit.field))
 
     def say(self, sentence: str) -> None:
         """Add a sentence once."""
@@ -272,14 +282,15 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
         if find_entry(knob, site.root, values)[1] is not None
     }
     for knob in filter(site.applies, site.target.knobs):
-        now = {entry.path: entry for entry in overlay_edits(entries, draft.edits)} if knob.when else values
+        # Two knobs may have one key: the second sees what the first has written.
+        now = {entry.path: entry for entry in overlay_edits(entries, draft.edits)} if draft.edits else values
         if all(facts.get(key) in among for key, among in knob.only.items()) and conditions_hold(
             knob.when, site.root, now
         ):
-            path, entry = find_entry(knob, site.root, values)
+            path, entry = find_entry(knob, site.root, now)
             if knob.field not in facts:
                 _warn_unplanned(draft, knob, path, entry)
-            elif entry is None and (table_path := find_table(knob, site.root, values)):
+            elif entry is None and (table_path := find_table(knob, site.root, now)):
                 draft.settled.add(knob.field)
                 draft.warn(
                     f"{format_path(table_path)} holds a table, and stays; planned: {facts[knob.field]}.",
@@ -336,7 +347,7 @@ def _apply_requirement(
                 draft.say(
                     f"{key} becomes {format_value(requirement.write)} (it was {shown}): {requirement.why}"
                 )
-            draft.edits.append(make_edit(draft.file, path, entry, requirement.write, requirement.field))
+            draft.add(make_edit(draft.file, path, entry, requirement.write, requirement.field))
         else:
             by_default = " by default" if is_missing else ""
             draft.warn(
@@ -387,9 +398,8 @@ def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is want
         return
     if knob.family and (entry is None or not words_of_value(knob, current)):
         draft.settled.add(knob.field)
-        # Another field of the same key may have decided, or warned, already.
-        decided = {edit.key for edit in draft.edits} | {warning.key for warning in draft.warnings}
-        if entry is not None and key not in decided:
+        # Another field of the same key may have warned already.
+        if entry is not None and all(warning.key != key for warning in draft.warnings):
             draft.warn(
                 f"{key} stays {format_value(current)}, which the plan did not reckon with; planned: {value}.",
                 field=knob.field,
@@ -402,7 +412,7 @@ def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is want
     _warn_caveat(draft, knob, value)
     if knob.field in ("tensor", "context"):
         draft.say(f"{key} becomes 1: the plan does not split the model that way.")
-    draft.edits.append(make_edit(draft.file, path, entry, after, knob.field))
+    draft.add(make_edit(draft.file, path, entry, after, knob.field))
 
 
 def _keep_key(
@@ -531,7 +541,9 @@ def _warn_differences(
     for field_name, planned, found in find_differences(
         exact, got, fact_sequence_length(wanted), after.number("seq")
     ):
-        if field_name not in warned and {field_name, *OF_FIELD.get(field_name, ())} & set(after.facts):
+        names = {field_name, *OF_FIELD.get(field_name, ())}
+        # What was written may count for nothing beside another key, such as a strategy that stays.
+        if field_name not in warned and names & {*after.facts, *draft.settled}:
             label = LABELS.get(field_name, field_name.replace("_", " "))
             draft.warn(
                 f"{draft.file} will still run with {label} {found}; planned: {planned}.",
@@ -602,13 +614,9 @@ def _warn_job_options(site: TargetSite, values: Mapping[KeyPath, Entry], draft: 
     """Warn of options of the job on which the file and the plan differ."""
     subject = site.target.subject
     is_folder = bool(subject.folders()) and plan.job.startswith("hf:")
-    for option, key in subject.list_keys(values).items():
+    for option, (path, value) in subject.read_options(site.root, values).items():
         if option == "seq" or not (is_folder or option in plan.options):
             continue
-        path = find_place(site.root, key, values)
-        applies = subject.counts(option, site.root, values)
-        entry = values.get(path) if applies else None
-        value = entry.value if entry is not None else subject.defaults.get(option) if applies else None
         planned = plan.options.get(option)
         if not same_meaning(value, planned) and (value or planned):
             draft.warn(

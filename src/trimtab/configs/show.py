@@ -111,15 +111,8 @@ def find_job(target: ConfigTarget, opened: OpenedConfig | None) -> tuple[str | N
 def read_options(subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
     """Read options of the job from the keys that hold them, or from the framework's defaults."""
     values = {entry.path: entry for entry in entries}
-    options: dict[str, Any] = {}
-    for option, key in subject.list_keys(values).items():
-        if not subject.counts(option, root, values):
-            continue
-        entry = values.get(find_place(root, key, values))
-        value = subject.defaults.get(option) if entry is None else None if entry.computed else entry.value
-        if value is not None:
-            options[option] = value
-    return options
+    found = subject.read_options(root, values)
+    return {option: value for option, (_, value) in found.items() if value is not None}
 
 
 def build_display(  # noqa: PLR0913 - what to show, and for whom

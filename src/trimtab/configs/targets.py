@@ -120,7 +120,8 @@ class Knob(Noun, frozen=True, kw_only=True):
     near: dict[str, str] = {}
     """For a word that cannot be written, the nearest that can; `*`: for all such words."""
     lacks: dict[str, str] = {}
-    """What to say when a word cannot be written, or only its nearest, with {value}; `*`: for all such words."""
+    """What to say when a word cannot be written, or only its nearest; `*`: for all such words. It may have
+    {value}."""
     keeps: dict[str, str] = {}
     """Words of ours for which another value in the file stays, and why: it changes what is trained."""
     default: Any = None
@@ -246,24 +247,26 @@ class Subject(Noun, frozen=True, kw_only=True):
     """What the framework takes for an option whose key is missing."""
     when: dict[str, dict[str, tuple[Any, ...]]] = {}
     """An option counts only where these keys have one of these values, as for a knob."""
-    calls: dict[str, str] = {}
-    """Options of the job that a call anywhere in a Python file holds."""
+    calls: dict[str, tuple[str, Any]] = {}
+    """Options of the job that a call anywhere in a Python file holds: the key, and the call's own default."""
     assumes: dict[str, str] = {}
     """What the code around the config does though no key says it, by field."""
 
-    def list_keys(self, values: Mapping[KeyPath, Entry]) -> dict[str, str]:
-        """Return the key of each option: the argument of a call, if the file has the call."""
-        named = {
-            option: key
-            for option, key in self.calls.items()
-            if any(path[: len(call)] == call for call in (place_key((), key)[:1],) for path in values)
-        }
-        return self.options | named
-
-    def counts(self, option: str, root: KeyPath, values: Mapping[KeyPath, Entry]) -> bool:
-        """Return whether the file says the option, or the framework has a default for it."""
-        is_call = self.list_keys(values).get(option) == self.calls.get(option)
-        return is_call or conditions_hold(self.when.get(option, {}), root, values)
+    def read_options(self, root: KeyPath, values: Mapping[KeyPath, Entry]) -> dict[str, tuple[KeyPath, Any]]:
+        """Return the path and the value of each option; None if the file does not say it."""
+        options: dict[str, tuple[KeyPath, Any]] = {}
+        for option in self.options:
+            key, default = self.options[option], self.defaults.get(option)
+            counts = conditions_hold(self.when.get(option, {}), root, values)
+            if option in self.calls:
+                call, call_default = self.calls[option]
+                if any(path[:1] == place_key((), call)[:1] for path in values):
+                    key, default, counts = call, call_default, True
+            path = find_place(root, key, values)
+            entry = values.get(path)
+            value = default if entry is None else None if entry.computed else entry.value
+            options[option] = path, value if counts else None
+        return options
 
     def folders(self) -> tuple[str, ...]:
         """Return the keys that may name a model's folder."""
