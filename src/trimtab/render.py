@@ -1009,7 +1009,7 @@ def describe_setting(setting: Setting) -> str:
         f"base {setting.base.value}" * setting.base.storage.is_quantized,
         "" if setting.recompute.value == "none" else f"recompute {setting.recompute.value}",
         "" if setting.loss.value == "whole" else f"loss {setting.loss.value}",
-        f"offload {', '.join(setting.offload)}" * bool(setting.offload),
+        f"offload {'+'.join(setting.offload)}" * bool(setting.offload),
         f"optimizer {setting.optimizer_rule.value}" * bool(setting.optimizer_rule.stored.place),
         "compiled" * setting.compile,
         "synchronised BatchNorm" * (setting.sync_batchnorm and setting.gpus > 1),

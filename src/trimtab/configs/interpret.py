@@ -87,6 +87,12 @@ def _count_in_text(knob: Knob, value: str) -> int | None:
     return int(value) if re.fullmatch(r"[+-]?\d[\d_]*", value) else None
 
 
+def is_blank(knob: Knob, entry: Entry) -> bool:
+    """Return whether a key is there without a value, which is as if it were missing."""
+    means_something = "null" in knob.implied or bool(words_of_value(knob, None))
+    return entry.value is None and not entry.computed and knob.default is not None and not means_something
+
+
 def format_count(knob: Knob, before: Any, wanted: int) -> Any:
     """Return what to write for a number, in place of what is there."""
     if knob.pattern and isinstance(before, str) and (found := re.fullmatch(knob.pattern, before.strip())):
@@ -209,7 +215,7 @@ def interpret_config(
 ) -> Reading:
     """Interpret the entries by the target; `gpus` and `nodes` are what the launcher gives."""
     values = {entry.path: entry for entry in entries}
-    order = {key: place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
+    order = {key.lstrip("/"): place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
     heard = FactCollector()
     # What counts only under some strategy is read once that is known, and preferences after all the rest.
     for knob in sorted(site.target.knobs, key=lambda key: (bool(key.only), bool(key.soft))):
@@ -240,7 +246,7 @@ def interpret_config(
     return Reading(
         target=site.target.name,
         root=format_path(site.root) if site.root else "",
-        found=tuple(sorted(heard.found, key=lambda key: order[key.key])),
+        found=tuple(sorted(heard.found, key=lambda key: order.get(key.key, len(order)))),
         facts=facts,
         said=tuple(heard.said),
         warnings=(
@@ -320,7 +326,7 @@ class FactCollector:
         """Add one key, or the framework's default if the key is missing."""
         if entry is None and knob.default is None:
             return
-        value = knob.default if entry is None else entry.value
+        value = knob.default if entry is None or is_blank(knob, entry) else entry.value
         held_key = FoundKey(
             field=knob.field,
             key=format_path(shorten_path(path, root)),
@@ -361,7 +367,8 @@ class FactCollector:
         if not spelt and (
             rough := next((w for v, w in knob.rough.items() if same_meaning(v, held_key.value)), "")
         ):
-            spelt = [rough]
+            # What is moved elsewhere may be moved alone or with others: as for the value that it is read as.
+            spelt = words_of_value(knob, knob.words[rough]) if knob.field == "offload" else [rough]
             value = format_value(held_key.value)
             text = f"{held_key.key} is {value}, which is read as {rough}: {knob.rough_why}"
             self.warnings.append(
