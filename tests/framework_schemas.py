@@ -137,7 +137,7 @@ LLAMA_FACTORY = {
 }
 
 TORCHTUNE = {
-    # torchtune bd2a0fc (23 April 2026), recipes/*_finetune_*.py and their configs: keys and what .get() takes.
+    # torchtune bd2a0fc (23 April 2026), recipes/*_finetune_*.py and their configs.
     "batch_size": (int, None),
     "gradient_accumulation_steps": (int, None),
     "tokenizer.max_seq_len": (int, None),
@@ -165,7 +165,6 @@ TORCHTUNE = {
     "model.lora_rank": (int, 8),
     "dataset.packed": (bool, False),
     "dataloader.num_workers": (int, None),
-    "num_workers": (int, None),
     "checkpointer.checkpoint_dir": (str, None),
     "device": (str, None),
 }

@@ -41,7 +41,7 @@ def plan(request: PlanRequest) -> Plan:
             cure="Give --pin to fix a choice of a job's plan; all others vary.",
         )
     policy = make_policy(request.memory, request.deadline, request.objective, request.price, request.pins)
-    policy = _pin_stored_base(policy, request.job)
+    policy = pin_stored_base(policy, request.job)
     cluster = as_cluster(request.on, network=request.network)
     first_device(cluster)
     name, changed = find_job_name(request.job)
@@ -114,7 +114,7 @@ def plan_command(request: PlanRequest) -> Plan:
     return made
 
 
-def _pin_stored_base(policy: Policy, job: Any) -> Policy:
+def pin_stored_base(policy: Policy, job: Any) -> Policy:
     """Pin the base to the format in which the job's folder stores its weights, unless it is pinned."""
     from trimtab.jobs.load import find_job_name
     from trimtab.jobs.stored_base import find_stored_base

@@ -473,7 +473,7 @@ def _already_says(
 
 
 def _warn_caveat(draft: Draft, knob: Knob, value: int | str) -> None:
-    if knob.caveat and value != 1:
+    if knob.caveat and value not in (1, PLAIN.get(knob.field)):
         draft.warn(knob.caveat.format(value=value), field=knob.field, planned=value)
 
 

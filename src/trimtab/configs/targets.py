@@ -148,7 +148,7 @@ class Knob(Noun, frozen=True, kw_only=True):
     formats: tuple[str, ...] = ()
     """Kinds of document in which it counts; none: all."""
     caveat: str = ""
-    """What to say when a number other than 1 is written."""
+    """What to say when a number other than 1, or another word than the usual one, is written."""
 
     def faults(self) -> list[str]:
         """The field and the words are ours."""

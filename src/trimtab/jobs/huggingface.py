@@ -324,8 +324,8 @@ class HuggingFace(Job):
             raise WrongUse(
                 self._given,
                 found=f"its weights are stored as {self.stored_base}, and trimtab reads 16 and 32 bits only",
-                cure=f"Name the folder of the unquantized model, with --base {self.stored_base}, which stores it "
-                "so at the start. Or use --set pretrained=false to try it with random weights.",
+                cure=f"Name the folder of the unquantized model with --base {self.stored_base}, or use --set "
+                "pretrained=false to try it with random weights.",
             )
         build = (
             partial(load_pretrained, auto, self.folder, self._config)
