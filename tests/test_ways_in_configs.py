@@ -171,7 +171,7 @@ ZERO = '{{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {{"stage": 3
             "params+optimizer",
         ),
         ("a.yaml", tune(more="fsdp_cpu_offload: True\n"), "params+optimizer"),
-        ("a.yaml", tune(more="enable_activation_offloading: True\n"), "activations"),
+        ("a.yaml", samples.TORCHTUNE.replace("offloading: False", "offloading: True"), "activations"),
         ("a.yaml", SFT + "activation_offloading: true\n", "activations"),
         ("a.yaml", AXOLOTL + "gradient_checkpointing: offload\n", "activations"),
         ("a.yaml", AXOLOTL + "gradient_checkpointing: true\nactivation_offloading: true\n", "activations"),
@@ -346,7 +346,11 @@ def test_offload_is_written_with_what_it_needs() -> None:
     edits, said, _ = write(QLORA.replace(offload=(Offload.ACTIVATIONS,)), samples.TORCHTUNE, "a.yaml")
     assert edits["enable_activation_offloading"] is True
     without = single.replace(offload=(Offload.ACTIVATIONS,), recompute=Recompute.NONE)
-    assert "refuses activation_offloading" in write(without, AXOLOTL, "a.yaml")[1]
+    for text, key in ((AXOLOTL, "activation_offloading"), (tune(), "enable_activation_offloading")):
+        edits, said, _ = write(without, text, "a.yaml")
+        assert key not in edits
+        assert "only where it recomputes them: plan with --pin recompute=full" in said
+        assert write(without, f"{text}{key}: true\n", "a.yaml")[0][key] is False  # else it is refused
 
 
 def test_what_changes_the_training_stays_if_the_plan_did_not_choose_it() -> None:
