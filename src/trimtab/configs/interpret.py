@@ -215,7 +215,8 @@ def interpret_config(
 ) -> Reading:
     """Interpret the entries by the target; `gpus` and `nodes` are what the launcher gives."""
     values = {entry.path: entry for entry in entries}
-    order = {key.lstrip("/"): place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
+    knobs = tuple(enumerate(site.target.knobs))
+    order = {key.lstrip("/"): place for place, knob in reversed(knobs) for key in knob.keys}
     heard = FactCollector()
     # What counts only under some strategy is read once that is known, and preferences after all the rest.
     for knob in sorted(site.target.knobs, key=lambda key: (bool(key.only), bool(key.soft))):
