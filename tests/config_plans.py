@@ -7,10 +7,14 @@ from itertools import cycle, product
 from trimtab.spec import (
     Allocator,
     Band,
+    BaseFormat,
     Estimate,
     Footprint,
+    LossForm,
     Mesh,
+    Offload,
     OptimizerImplementation,
+    OptimizerRule,
     Plan,
     Precision,
     RankPlacement,
@@ -49,9 +53,22 @@ SIZES = ((8, 4, 4096), (1, 1, 512), (3, 5, None), (20, 2, 2048), (1, 16, 77))
 """Micro-batch, accumulation and sequence length."""
 
 
+OFFLOADS = (
+    (),
+    tuple(Offload),
+    (Offload.OPTIMIZER,),
+    (),
+    (Offload.PARAMS, Offload.OPTIMIZER),
+    (Offload.ACTIVATIONS,),
+    (Offload.PARAMS,),
+)
+
+
 def _grid() -> tuple[Plan, ...]:
     sizes, workers = cycle(SIZES), cycle((0, 6, 2))
     optimizers, allocators = cycle(OptimizerImplementation), cycle((*Allocator, Allocator.DEFAULT))
+    bases, rules = cycle((*BaseFormat, BaseFormat.NONE)), cycle((OptimizerRule.JOB, *OptimizerRule))
+    losses, offloads = cycle((*LossForm, LossForm.WHOLE)), cycle(OFFLOADS)
     found = []
     for (row, (strategy, mesh, nodes)), (column, precision) in product(
         enumerate(LAYOUTS), enumerate(Precision)
@@ -68,7 +85,11 @@ def _grid() -> tuple[Plan, ...]:
             recompute=tuple(Recompute)[(row + column) % 3],
             compile=bool((row + column) % 2),
             sync_batchnorm=row > 0 and column == row,
+            base=next(bases),
+            loss=next(losses),
+            offload=next(offloads),
             optimizer=next(optimizers),
+            optimizer_rule=next(rules),
             allocator=next(allocators),
             workers=next(workers),
         )

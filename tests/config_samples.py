@@ -167,6 +167,70 @@ mode = "selective"  # none, selective, full
 enable = false
 """
 
+TORCHTUNE = """\
+model:
+  _component_: torchtune.models.llama3_1.qlora_llama3_1_8b
+  apply_lora_to_mlp: True
+  lora_rank: 16   # of the adapters
+tokenizer:
+  _component_: torchtune.models.llama3.llama3_tokenizer
+  max_seq_len: 2048
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: ./model
+batch_size: 2
+gradient_accumulation_steps: 8
+optimizer:
+  _component_: torch.optim.AdamW
+  fused: True
+  lr: 3e-4
+loss:
+  _component_: torchtune.modules.loss.LinearCrossEntropyLoss
+enable_activation_checkpointing: True
+enable_activation_offloading: False
+compile: False
+device: cuda
+dtype: bf16
+"""
+
+QLORA_PY = """\
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+bnb_config = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16,
+)
+model = AutoModelForCausalLM.from_pretrained("./model", quantization_config=bnb_config)
+tokenizer = AutoTokenizer.from_pretrained("./model", use_fast=True)
+args = SFTConfig(
+    output_dir="out",
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=4,
+    gradient_checkpointing=True,
+    optim="paged_adamw_8bit",  # states move to the host
+    bf16=True,
+)
+trainer = SFTTrainer(model=model, args=args, peft_config=LoraConfig(r=32, lora_alpha=64))
+"""
+
+TRL_YAML = """\
+model_name_or_path: ./model
+use_peft: true
+lora_r: 8
+load_in_4bit: true
+use_bnb_nested_quant: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+optim: adamw_bnb_8bit
+loss_type: chunked_nll
+activation_offloading: true
+bf16: true
+"""
+
 AXOLOTL = """\
 base_model: ./model
 datasets:
@@ -225,11 +289,14 @@ SAMPLES = {
         ("train.py", ARGUMENTS_PY),
         ("args.yaml", ARGUMENTS_YAML),
         ("args.json", ARGUMENTS_JSON),
+        ("qlora.py", QLORA_PY),
+        ("sft.yaml", TRL_YAML),
     ],
     "accelerate": [("accelerate.yaml", ACCELERATE), ("fsdp.yaml", ACCELERATE_FSDP)],
     "deepspeed": [("ds.json", DEEPSPEED), ("auto.json", DEEPSPEED_AUTO)],
     "lightning": [("cli.yaml", LIGHTNING)],
     "torchtitan": [("titan.toml", TORCHTITAN)],
+    "torchtune": [("recipe.yaml", TORCHTUNE)],
     "axolotl": [("axolotl.yaml", AXOLOTL)],
     "llama-factory": [("sft.yaml", LLAMA_FACTORY)],
     "slurm": [("train.sbatch", SBATCH)],
@@ -249,6 +316,14 @@ MINIMAL = {
     "deepspeed": ("ds.json", '{"train_batch_size": 1}\n'),
     "lightning": ("cli.yaml", "trainer:\n  devices: 1\n"),
     "torchtitan": ("titan.toml", "[training]\nlocal_batch_size = 1\nseq_len = 64\n"),
+    "torchtune": (
+        "recipe.yaml",
+        """\
+model: {_component_: torchtune.models.llama3.llama3_8b}
+optimizer: {_component_: torch.optim.AdamW}
+batch_size: 1
+""",
+    ),
     "axolotl": ("axolotl.yaml", "base_model: ./model\nmicro_batch_size: 1\n"),
     "llama-factory": ("sft.yaml", "model_name_or_path: ./model\nstage: sft\n"),
     "slurm": (
@@ -422,6 +497,34 @@ selective_ac_option = "2"
 [compile]
 enable = true
 components = ["loss"]
+""",
+    ),
+    "torchtune": (
+        "recipe.yaml",
+        """\
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_rank: 4
+  quantize_base: True
+tokenizer: {max_seq_len: 77}
+dataset: {packed: True}
+batch_size: 3
+gradient_accumulation_steps: 5
+optimizer:
+  _component_: bitsandbytes.optim.PagedAdamW8bit
+  lr: 3e-4
+optimizer_in_bwd: True
+loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
+enable_activation_checkpointing: False
+enable_activation_offloading: True
+fsdp_cpu_offload: True
+fsdp_reshard_after_forward: False
+enable_fp8_training: True
+tensor_parallel_dim: 2
+ac_mode: selective
+compile: True
+device: cpu
+dtype: fp32
 """,
     ),
     "axolotl": (

@@ -159,9 +159,9 @@ def test_a_qlora_config_of_axolotl_is_read_as_it_runs() -> None:
     )
     assert found.facts["precision"] == "bf16"  # bf16: auto, with the adapter's weights in fp32
     assert found.facts["seq"] == 77
-    assert {"load_in_4bit", "sample_packing", "gradient_checkpointing"} <= {
-        warning.key for warning in found.warnings
-    }
+    assert {"sample_packing", "rl"} <= {warning.key for warning in found.warnings}
+    assert found.facts["base"] == "nf4-double"  # Axolotl's own default
+    assert found.facts["offload_activations"] == "true"
     whole = text.replace("adapter: qlora\n", "").replace("load_in_4bit: true", "load_in_4bit: false")
     document = formats.read_config(whole, file)
     where = find_site(document, builtin_targets(), origin=file)

@@ -18,9 +18,9 @@ import config_samples as samples
 from config_plans import GRID, LAYOUTS, plan
 from framework_schemas import SCHEMAS
 from trimtab.configs import formats
-from trimtab.configs.plan_edits import count_nodes, draft_edits, make_exact
+from trimtab.configs.plan_edits import count_nodes, draft_edits, make_exact, name_offload
 from trimtab.configs.targets import builtin_targets, find_site, find_target
-from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy
+from trimtab.spec import LossForm, Mesh, OptimizerRule, Precision, Recompute, Setting, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,6 +73,18 @@ dataloader_num_workers: 7
 """
 
 
+OPTIMIZERS = {
+    OptimizerRule.ADAMW_8BIT: "adamw_bnb_8bit",
+    OptimizerRule.PAGED_ADAMW_8BIT: "paged_adamw_8bit",
+    OptimizerRule.PAGED_ADAMW: "paged_adamw_32bit",
+    OptimizerRule.LION_8BIT: "lion_8bit",
+    OptimizerRule.ADAMW_8BIT_AO: "adamw_torch_8bit",
+    OptimizerRule.ADAMW_4BIT: "adamw_torch_4bit",
+    OptimizerRule.ADAFACTOR: "adafactor",
+    OptimizerRule.SGD: "sgd",
+}
+
+
 @pytest.mark.parametrize("text", [SHORT_ARGUMENTS, FULL_ARGUMENTS], ids=["minimal", "full"])
 def test_transformers_parses_the_arguments_of_the_plan(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,10 +118,13 @@ def _check_arguments(transformers: Any, plan: Plan, text: str, tmp_path: Path) -
         assert found.fsdp_plugin_args["fsdp_version"] == 2
         assert found.fsdp_plugin_args["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
         assert found.fsdp_plugin_args["reshard_after_forward"]
-        assert not found.fsdp_plugin_args.get("cpu_offload")
+        assert bool(found.fsdp_plugin_args.get("cpu_offload")) is (name_offload(choice) != "none")
         assert not found.fsdp_plugin_args.get("activation_checkpointing")
     elif choice.strategy is not Strategy.HSDP:
         assert not found.fsdp
+    if choice.optimizer_rule in OPTIMIZERS:
+        assert found.optim == OPTIMIZERS[choice.optimizer_rule]
+    assert found.use_liger_kernel is (choice.loss is LossForm.CHUNKED)
 
 
 # --- accelerate ---
@@ -157,7 +172,8 @@ def _check_launch(plan: Plan, label: str, tmp_path: Path) -> None:
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True
     assert plugin.auto_wrap_policy is not None
-    assert type(plugin.cpu_offload).__name__ == "OffloadPolicy"  # and not CPUOffloadPolicy
+    policy = "OffloadPolicy" if name_offload(choice) == "none" else "CPUOffloadPolicy"
+    assert type(plugin.cpu_offload).__name__ == policy
     assert plugin.activation_checkpointing is (choice.recompute is not Recompute.NONE)
     assert (os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == "inductor") is choice.compile
     if choice.strategy is Strategy.HSDP or arguments.use_parallelism_config:
@@ -209,9 +225,12 @@ def _check_deepspeed(config: Any, plan: Plan, label: str, tmp_path: Path) -> Non
     assert found.gradient_accumulation_steps == choice.accumulation
     zero = found.zero_config
     if choice.strategy is not Strategy.HSDP:
-        assert int(zero.stage) == (3 if choice.strategy is Strategy.FSDP else 0)
-    for offload in (zero.offload_optimizer, zero.offload_param):
-        assert offload is None or str(getattr(offload.device, "value", offload.device)) == "none"
+        stages = {"none": 0, "optimizer": 2}
+        sharded = choice.strategy is Strategy.FSDP
+        assert int(zero.stage) == (3 if sharded else stages.get(name_offload(choice), 3))
+    for word, offload in (("optimizer", zero.offload_optimizer), ("params", zero.offload_param)):
+        device = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+        assert device == ("cpu" if word in choice.offload else "none")
     if choice.precision is not Precision.BF16_TRUE:
         assert found.bfloat16_config.enabled is (choice.precision is Precision.BF16)
         assert found.float16_config.enabled is (choice.precision is Precision.FP16)

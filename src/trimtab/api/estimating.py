@@ -89,7 +89,7 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
     setting = make_setting(
         micro_batch=request.micro_batch,
         precision=request.precision,
-        base=request.base,
+        base=_find_base(request),
         loss=request.loss,
         recompute=request.recompute,
         compile=request.compile,
@@ -102,6 +102,17 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         **_spread_of(request.job, request.strategy, request.options),
     )
     return where, setting
+
+
+def _find_base(request: EstimateRequest) -> str:
+    """Return the storage of frozen layers: as requested, else as the job's folder has them."""
+    from trimtab.jobs.load import find_job_name
+    from trimtab.jobs.stored_base import find_stored_base
+    from trimtab.spec import BaseFormat
+
+    if request.base != BaseFormat.NONE.value or request.job is None:
+        return request.base
+    return find_stored_base(find_job_name(request.job)[0]).value
 
 
 def look_closely(  # noqa: PLR0913 - a question and where it is asked

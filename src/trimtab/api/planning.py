@@ -43,6 +43,7 @@ def plan(request: PlanRequest) -> Plan:
     policy = make_policy(
         request.memory, request.deadline, request.objective, request.price, request.pins, request.allow
     )
+    policy = pin_stored_base(policy, request.job)
     cluster = as_cluster(request.on, network=request.network)
     first_device(cluster)
     name, changed = find_job_name(request.job)
@@ -115,6 +116,17 @@ def plan_command(request: PlanRequest) -> Plan:
     if not (made.complete or request.partial):
         raise KeyboardInterrupt
     return made
+
+
+def pin_stored_base(policy: Policy, job: Any) -> Policy:
+    """Pin the base to the format in which the job's folder stores its weights, unless it is pinned."""
+    from trimtab.jobs.load import find_job_name
+    from trimtab.jobs.stored_base import find_stored_base
+
+    base = find_stored_base(find_job_name(job)[0])
+    if "base" in policy.pins or not base.storage.is_quantized:
+        return policy
+    return policy.replace(pins={**policy.pins, "base": base.value})
 
 
 def make_policy(  # noqa: PLR0913, PLR0917 - the fields of Policy

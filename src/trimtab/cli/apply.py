@@ -235,6 +235,10 @@ def _stage_plans(stages: Sequence[StagePlan]) -> RenderableType:
     )
 
 
+LONGEST_VALUE = 30
+"""Characters of a value in the table of `show`."""
+
+
 def show_display(found: Display) -> RenderableType:
     """Return a config: what was found, what each stage needs, what would be better."""
     where = f" on {found.device}" if found.device and found.job else ""
@@ -244,11 +248,13 @@ def show_display(found: Display) -> RenderableType:
         Text(),
     ]
     table = _make_words_table("left", "left", "left")
-    for item in found.found:
+    # A key may hold two of our fields, as `optim` does.
+    for item in {item.key: item for item in found.found}.values():
         line = "default" if item.line is None else f"line {item.line}"
-        table.add_row(
-            escape_control(item.key), escape_control(format_value(item.computed or item.value)), line
-        )
+        value = format_value(item.computed or item.value)
+        # The end of a long value says more: torchtune.modules.loss.LinearCrossEntropyLoss.
+        shown = value if len(value) <= LONGEST_VALUE else f"...{value[3 - LONGEST_VALUE :]}"
+        table.add_row(escape_control(item.key), escape_control(shown), line)
     parts.append(Padding(table, (0, 0, 0, 1), expand=False))
     if found.stages:
         parts += [render_labelled("runs as", _as_it_runs(found), "dim"), Text()]

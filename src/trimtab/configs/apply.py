@@ -131,7 +131,16 @@ def _plan_stage(
 
 def stage_pins(setting: Setting) -> dict[str, Any]:
     """Return the pins that a stage's plan takes from the plan of the training."""
-    return {"gpus": setting.gpus, **{name: getattr(setting, name) for name in SAME}}
+    return {"gpus": setting.gpus, **{name: getattr(setting, name) for name in SAME}, **way_pins(setting)}
+
+
+def way_pins(setting: Setting) -> dict[str, Any]:
+    """Return the pins for what no search changes: the base, the loss and the optimizer."""
+    plain = Setting(micro_batch=1, global_batch=1)
+    pins = {name: getattr(setting, name) for name in ("base", "loss")}
+    if setting.optimizer_rule is not plain.optimizer_rule:
+        pins["optimizer"] = setting.optimizer_rule
+    return {name: value for name, value in pins.items() if value is not getattr(plain, name)}
 
 
 def safest_setting(plan: Plan, stages: Sequence[StagePlan]) -> Setting:

@@ -6,9 +6,21 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trimtab.configs.targets import WORDS, conditions_hold, split_key
+from trimtab.configs.targets import WORDS, conditions_hold, find_place, place_key, shorten_path
 from trimtab.configs.text_edit import format_path
-from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Setting, Strategy
+from trimtab.spec import (
+    Allocator,
+    BaseFormat,
+    LossForm,
+    Noun,
+    Offload,
+    OptimizerImplementation,
+    OptimizerRule,
+    Precision,
+    Recompute,
+    Setting,
+    Strategy,
+)
 from trimtab.strategies import STRATEGIES, strategy_by_degrees, usual_strategy
 
 if TYPE_CHECKING:
@@ -75,6 +87,12 @@ def _count_in_text(knob: Knob, value: str) -> int | None:
     return int(value) if re.fullmatch(r"[+-]?\d[\d_]*", value) else None
 
 
+def is_blank(knob: Knob, entry: Entry) -> bool:
+    """Return whether a key is there without a value, which is as if it were missing."""
+    means_something = "null" in knob.implied or bool(words_of_value(knob, None))
+    return entry.value is None and not entry.computed and knob.default is not None and not means_something
+
+
 def format_count(knob: Knob, before: Any, wanted: int) -> Any:
     """Return what to write for a number, in place of what is there."""
     if knob.pattern and isinstance(before, str) and (found := re.fullmatch(knob.pattern, before.strip())):
@@ -82,22 +100,28 @@ def format_count(knob: Knob, before: Any, wanted: int) -> Any:
     return wanted
 
 
+AS_JOB = (OptimizerRule.JOB, OptimizerRule.ADAMW)
+"""A config that names torch's AdamW names the optimizer of a job that names none."""
+
+
 def words_of_value(knob: Knob, value: Any) -> list[str]:
     """Return our words that a value means; none if it is unknown here."""
     words = [word for word, written in knob.words.items() if same_meaning(written, value)]
-    return words + [
+    words += [
         word for spelling, word in knob.reads.items() if same_meaning(spelling, value) and word not in words
     ]
+    both = [word.value for word in AS_JOB]
+    return list(dict.fromkeys(words + both)) if knob.field == "optimizer_rule" and both[0] in words else words
 
 
 def unspoken_words(knob: Knob) -> list[str]:
     """Return our words that the key cannot express: it does not contradict them."""
-    return [word for word in WORDS[knob.field] if word not in knob.words and word not in knob.near]
+    return [word for word in WORDS[knob.field] if knob.nearest(word) not in knob.words]
 
 
 def word_to_write(knob: Knob, word: str) -> tuple[Any, bool]:
     """Return what to write for one of our words, and whether there is anything to write."""
-    word = knob.near.get(word, word)
+    word = knob.nearest(word)
     return knob.words.get(word), word in knob.words
 
 
@@ -171,16 +195,16 @@ class Reading(Noun, frozen=True, kw_only=True):
 def find_entry(knob: Knob, root: KeyPath, values: Mapping[KeyPath, Entry]) -> tuple[KeyPath, Entry | None]:
     """Return the path of a knob and its entry, or the path where it would be added."""
     for key in knob.keys:
-        path = root + split_key(key)
+        path = find_place(root, key, values)
         if path in values:
             return path, values[path]
-    return root + split_key(knob.keys[0]), None
+    return place_key(root, knob.keys[0]), None
 
 
 def find_table(knob: Knob, root: KeyPath, values: Mapping[KeyPath, Entry]) -> KeyPath | None:
     """Return the key of a knob that holds a table where a value was expected, as in {class_path: ...}."""
     for key in knob.keys:
-        path = root + split_key(key)
+        path = place_key(root, key)
         if any(len(other) > len(path) and other[: len(path)] == path for other in values):
             return path
     return None
@@ -191,11 +215,12 @@ def interpret_config(
 ) -> Reading:
     """Interpret the entries by the target; `gpus` and `nodes` are what the launcher gives."""
     values = {entry.path: entry for entry in entries}
-    order = {key: place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
+    knobs = tuple(enumerate(site.target.knobs))
+    order = {key.lstrip("/"): place for place, knob in reversed(knobs) for key in knob.keys}
     heard = FactCollector()
     # What counts only under some strategy is read once that is known, and preferences after all the rest.
     for knob in sorted(site.target.knobs, key=lambda key: (bool(key.only), bool(key.soft))):
-        if _applies(knob, heard.likely(), site.root, values):
+        if site.applies(knob) and _applies(knob, heard.likely(), site.root, values):
             path, entry = find_entry(knob, site.root, values)
             if entry is None and (table_path := find_table(knob, site.root, values)):
                 heard.left_open.add(knob.field)
@@ -222,7 +247,7 @@ def interpret_config(
     return Reading(
         target=site.target.name,
         root=format_path(site.root) if site.root else "",
-        found=tuple(sorted(heard.found, key=lambda key: order[key.key])),
+        found=tuple(sorted(heard.found, key=lambda key: order.get(key.key, len(order)))),
         facts=facts,
         said=tuple(heard.said),
         warnings=(
@@ -254,7 +279,7 @@ def find_violations(
     violations: list[tuple[KeyPath, Any, Entry | None]] = []
     seen = False
     for key in requirement.keys:
-        path = root + split_key(key)
+        path = find_place(root, key, values)
         entry = values.get(path)
         if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
             seen = True
@@ -267,7 +292,7 @@ def find_violations(
             ):
                 violations.append((path, entry.computed or entry.value, entry))
     if not seen and not any(same_meaning(requirement.default, value) for value in _plain_values(requirement)):
-        violations.append((root + split_key(requirement.keys[0]), requirement.default, None))
+        violations.append((place_key(root, requirement.keys[0]), requirement.default, None))
     return violations
 
 
@@ -279,7 +304,7 @@ def _plain_values(requirement: Requirement) -> tuple[Any, ...]:
 def _requirement_warning(
     requirement: Requirement, path: KeyPath, value: Any, entry: Entry | None, root: KeyPath
 ) -> ConfigWarning:
-    key = format_path(path[len(root) :])
+    key = format_path(shorten_path(path, root))
     by_default = "" if entry is not None or value == "a table" else " by default"
     text = f"{key} is {format_value(value)}{by_default}: {requirement.why}"
     return ConfigWarning(text=text, key=key, value=value, field=requirement.field)
@@ -302,10 +327,10 @@ class FactCollector:
         """Add one key, or the framework's default if the key is missing."""
         if entry is None and knob.default is None:
             return
-        value = knob.default if entry is None else entry.value
+        value = knob.default if entry is None or is_blank(knob, entry) else entry.value
         held_key = FoundKey(
             field=knob.field,
-            key=format_path(path[len(root) :]),
+            key=format_path(shorten_path(path, root)),
             value=value,
             line=None if entry is None else entry.line,
             computed="" if entry is None else entry.computed,
@@ -343,7 +368,8 @@ class FactCollector:
         if not spelt and (
             rough := next((w for v, w in knob.rough.items() if same_meaning(v, held_key.value)), "")
         ):
-            spelt = [rough]
+            # What is moved elsewhere may be moved alone or with others: as for the value that it is read as.
+            spelt = words_of_value(knob, knob.words[rough]) if knob.field == "offload" else [rough]
             value = format_value(held_key.value)
             text = f"{held_key.key} is {value}, which is read as {rough}: {knob.rough_why}"
             self.warnings.append(
@@ -450,7 +476,19 @@ def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
         recompute=Recompute(str(facts.get("recompute", Recompute.NONE))),
         compile=facts.get("compile") == "true",
         sync_batchnorm=facts.get("sync_batchnorm") == "true",
+        base=BaseFormat(str(facts.get("base", BaseFormat.NONE))),
+        loss=LossForm(str(facts.get("loss", LossForm.WHOLE))),
+        offload=_list_offloads(facts),
         optimizer=OptimizerImplementation(str(facts.get("optimizer", OptimizerImplementation.FUSED))),
+        optimizer_rule=OptimizerRule(str(facts.get("optimizer_rule", OptimizerRule.JOB))),
         allocator=Allocator(str(facts.get("allocator", Allocator.DEFAULT))),
         workers=reading.number("workers") or 0,
     )
+
+
+def _list_offloads(facts: Mapping[str, int | str]) -> tuple[Offload, ...]:
+    """Return what a config moves to the host, in the order of Offload."""
+    named = str(facts.get("offload", "none")).split(",")
+    if facts.get("offload_activations") == "true":
+        named.append(Offload.ACTIVATIONS)
+    return tuple(member for member in Offload if member.value in named)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trimtab.configs.interpret import (
+    AS_JOB,
     ConfigWarning,
     find_entry,
     find_table,
@@ -21,10 +22,10 @@ from trimtab.configs.interpret import (
     word_to_write,
     words_of_value,
 )
-from trimtab.configs.targets import WORDS, conditions_hold, split_key
+from trimtab.configs.targets import WORDS, conditions_hold, place_key
 from trimtab.configs.text_edit import format_path
 from trimtab.errors import TrimtabError, WrongUse
-from trimtab.spec import Noun
+from trimtab.spec import Noun, Offload
 from trimtab.spec.precision import without_float8
 from trimtab.strategies import STRATEGIES, strategy_of
 
@@ -47,10 +48,22 @@ PLAIN: dict[str, int | str] = {
     "sync_batchnorm": "false",
     "allocator": "default",
     "optimizer": "fused",
+    "optimizer_rule": "job",
+    "base": "none",
+    "loss": "whole",
+    "offload": "none",
+    "offload_activations": "false",
     "strategy": "single",
 }
 """What a run is like that nobody has said anything about: not worth a sentence where no key holds it."""
-LABELS = {"seq": "sequence length"}
+LABELS = {
+    "seq": "sequence length",
+    "base": "storage of the frozen weights",
+    "optimizer": "implementation of the optimizer",
+    "optimizer_rule": "optimizer",
+    "offload": "weights and optimizer states on the CPU:",
+    "offload_activations": "activations on the CPU:",
+}
 """Fields that people call something else than we do."""
 BATCH = ("micro_batch", "accumulation", "global_batch", "rank_batch", "round_batch")
 ELSEWHERE = {
@@ -59,6 +72,15 @@ ELSEWHERE = {
     "sync_batchnorm": "No key here synchronises BatchNorm: in the job's code, call "
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before the model is wrapped.",
     "seq": "No key here holds the sequence length: the plan was made for samples of {value} tokens.",
+    "base": "No key here holds the storage of the frozen weights ({value}): in the job's code, load the "
+    "model with quantization_config=BitsAndBytesConfig(...).",
+    "optimizer_rule": "No key here names the optimizer: create {value} in the job's code.",
+    "loss": "No key here computes the loss in pieces ({value}): in the job's code, use a fused linear "
+    "cross-entropy such as Liger's.",
+    "offload": "No key here moves {value} to the CPU: in the job's code, shard the model with FSDP's "
+    "CPUOffloadPolicy.",
+    "offload_activations": "No key here moves activations to the CPU: in the job's code, run the forward "
+    "pass under torch.autograd.graph.save_on_cpu().",
 }
 
 
@@ -101,6 +123,16 @@ class Draft:
     """Where the config will differ from the plan."""
     missing: dict[str, ConfigWarning] = field(default_factory=dict)
     """What to say of fields that no key here holds; another file may."""
+
+    def add(self, edit: Edit) -> None:
+        """Add an edit; a second one of the same key replaces the first."""
+        first = next((other for other in self.edits if other.path == edit.path), None)
+        if first is None:
+            self.edits.append(edit)
+            return
+        self.edits.remove(first)
+        if edit.after != first.before:
+            self.edits.append(first.replace(after=edit.after, field=edit.field))
 
     def say(self, sentence: str) -> None:
         """Add a sentence once."""
@@ -195,10 +227,26 @@ def list_facts(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict
         "compile": format_value(setting.compile),
         "sync_batchnorm": format_value(setting.sync_batchnorm),
         "strategy": setting.strategy.value,
-        "optimizer": setting.optimizer.value,
+        "base": setting.base.value,
+        "loss": setting.loss.value,
+        "offload": name_offload(setting),
+        "offload_activations": format_value(Offload.ACTIVATIONS in setting.offload),
+        "optimizer": setting.optimizer.value if runs_as_adamw(setting) else PLAIN["optimizer"],
+        "optimizer_rule": setting.optimizer_rule.value,
         "allocator": setting.allocator.value,
         "rest": setting.mesh.dp_shard,
     }
+
+
+def name_offload(setting: Setting) -> str:
+    """Return which of weights and optimizer states lie on the host, as one word of a config."""
+    named = [member.value for member in setting.offload if member is not Offload.ACTIVATIONS]
+    return ",".join(named) or "none"
+
+
+def runs_as_adamw(setting: Setting) -> bool:
+    """Return whether torch's AdamW, or the job's own optimizer, runs: others have one implementation."""
+    return setting.optimizer_rule in AS_JOB
 
 
 def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
@@ -230,16 +278,21 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     facts = list_facts(exact, nodes, plan_sequence_length(plan))
     entries = document.entries()
     values = {entry.path: entry for entry in entries}
-    present = {knob.field for knob in site.target.knobs if find_entry(knob, site.root, values)[1] is not None}
-    for knob in site.target.knobs:
-        now = {entry.path: entry for entry in overlay_edits(entries, draft.edits)} if knob.when else values
+    present = {
+        knob.field
+        for knob in filter(site.applies, site.target.knobs)
+        if find_entry(knob, site.root, values)[1] is not None
+    }
+    for knob in filter(site.applies, site.target.knobs):
+        # Two knobs may have one key: the second sees what the first has written.
+        now = {entry.path: entry for entry in overlay_edits(entries, draft.edits)} if draft.edits else values
         if all(facts.get(key) in among for key, among in knob.only.items()) and conditions_hold(
             knob.when, site.root, now
         ):
-            path, entry = find_entry(knob, site.root, values)
+            path, entry = find_entry(knob, site.root, now)
             if knob.field not in facts:
                 _warn_unplanned(draft, knob, path, entry)
-            elif entry is None and (table_path := find_table(knob, site.root, values)):
+            elif entry is None and (table_path := find_table(knob, site.root, now)):
                 draft.settled.add(knob.field)
                 draft.warn(
                     f"{format_path(table_path)} holds a table, and stays; planned: {facts[knob.field]}.",
@@ -247,6 +300,8 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
                     key=format_path(table_path),
                     planned=facts[knob.field],
                 )
+            elif str(facts[knob.field]) in knob.keeps:
+                _keep_key(draft, knob, format_path(path), entry, facts)
             else:
                 _edit_key(draft, knob, path, entry, facts, present)
     for requirement in site.target.requires:
@@ -309,7 +364,7 @@ def _apply_requirement(
                 draft.say(
                     f"{key} becomes {format_value(requirement.write)} (it was {shown}): {requirement.why}"
                 )
-            draft.edits.append(make_edit(draft.file, path, entry, requirement.write, requirement.field))
+            draft.add(make_edit(draft.file, path, entry, requirement.write, requirement.field))
         else:
             by_default = " by default" if is_missing else ""
             draft.warn(
@@ -360,7 +415,8 @@ def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is want
         return
     if knob.family and (entry is None or not words_of_value(knob, current)):
         draft.settled.add(knob.field)
-        if entry is not None:
+        # Another field of the same key may have warned already.
+        if entry is not None and all(warning.key != key for warning in draft.warnings):
             draft.warn(
                 f"{key} stays {format_value(current)}, which the plan did not reckon with; planned: {value}.",
                 field=knob.field,
@@ -373,7 +429,27 @@ def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is want
     _warn_caveat(draft, knob, value)
     if knob.field in ("tensor", "context"):
         draft.say(f"{key} becomes 1: the plan does not split the model that way.")
-    draft.edits.append(make_edit(draft.file, path, entry, after, knob.field))
+    draft.add(make_edit(draft.file, path, entry, after, knob.field))
+
+
+def _keep_key(
+    draft: Draft, knob: Knob, key: str, entry: Entry | None, wanted: Mapping[str, int | str]
+) -> None:
+    """Leave a key alone that changes what is trained; warn if it does not say what the plan has."""
+    value, current = wanted[knob.field], knob.default if entry is None else entry.value
+    computed = "" if entry is None else entry.computed
+    if current is None and not computed:
+        return
+    draft.settled.add(knob.field)
+    if computed or not _already_says(knob, current, value, wanted, is_there=entry is not None):
+        by_default = " by default" if entry is None else ""
+        draft.warn(
+            f"{key} stays {computed or format_value(current)}{by_default}: {knob.keeps[str(value)]}",
+            field=knob.field,
+            key=key,
+            value=computed or current,
+            planned=value,
+        )
 
 
 def _value_to_write(draft: Draft, knob: Knob, current: Any, value: int | str, key: str) -> tuple[Any, bool]:
@@ -381,9 +457,9 @@ def _value_to_write(draft: Draft, knob: Knob, current: Any, value: int | str, ke
     if knob.field not in WORDS:
         return format_count(knob, current, int(value)), True
     word = str(value)
-    if word in knob.lacks:
+    if why := knob.explain_lack(word):
         draft.settled.add(knob.field)
-        draft.warn(knob.lacks[word], field=knob.field, key=key, value=current, planned=value)
+        draft.warn(why, field=knob.field, key=key, value=current, planned=value)
     return word_to_write(knob, word)
 
 
@@ -408,13 +484,13 @@ def _already_says(
         stands_for = knob.implied.get(format_value(current))
         return value == (wanted[stands_for] if stands_for else parse_count(knob, current))
     spelt = words_of_value(knob, current)
-    word = knob.near.get(str(value), str(value))
+    word = knob.nearest(str(value))
     strategy = STRATEGIES.get(word) if knob.field == "strategy" else None
     return word in spelt or any(other in spelt for other in (strategy.also_spelt if strategy else ()))
 
 
 def _warn_caveat(draft: Draft, knob: Knob, value: int | str) -> None:
-    if knob.caveat and value != 1:
+    if knob.caveat and value not in (1, PLAIN.get(knob.field)):
         draft.warn(knob.caveat.format(value=value), field=knob.field, planned=value)
 
 
@@ -482,7 +558,9 @@ def _warn_differences(
     for field_name, planned, found in find_differences(
         exact, got, fact_sequence_length(wanted), after.number("seq")
     ):
-        if field_name not in warned and {field_name, *OF_FIELD.get(field_name, ())} & set(after.facts):
+        names = {field_name, *OF_FIELD.get(field_name, ())}
+        # What was written may count for nothing beside another key, such as a strategy that stays.
+        if field_name not in warned and names & {*after.facts, *draft.settled}:
             label = LABELS.get(field_name, field_name.replace("_", " "))
             draft.warn(
                 f"{draft.file} will still run with {label} {found}; planned: {planned}.",
@@ -493,9 +571,8 @@ def _warn_differences(
     known = {warning.text for warning in draft.warnings}
     for warning in after.warnings:
         # What apply itself has warned of says "stays" where a reader says "is".
-        if warning.key and any(
-            format_path(site.root + split_key(warning.key)) == other.key for other in draft.warnings
-        ):
+        keys = (warning.key, format_path(place_key(site.root, warning.key)))
+        if warning.key and any(other.key in keys for other in draft.warnings):
             continue
         if warning.text not in known:
             draft.warnings.append(warning.replace(file=draft.file))
@@ -525,11 +602,22 @@ def find_differences(
     differences: list[tuple[str, Any, Any]] = []
     for name in (
         *("strategy", "gpus", "micro_batch", "accumulation", "global_batch", "precision", "recompute"),
-        *("compile", "sync_batchnorm", "optimizer", "allocator", "workers"),
+        *("compile", "sync_batchnorm", "base", "loss", "optimizer_rule", "allocator", "workers"),
     ):
         ours, other = getattr(planned, name), getattr(got, name)
         if ours != other and not (name == "workers" and ours == 0):
             differences.append((name, format_value(ours), format_value(other)))
+    rules = {planned.optimizer_rule, got.optimizer_rule}
+    if rules <= set(AS_JOB):
+        differences = [row for row in differences if row[0] != "optimizer_rule"]
+        if planned.optimizer is not got.optimizer:
+            differences.append(("optimizer", planned.optimizer.value, got.optimizer.value))
+    offloads = [name_offload(setting) for setting in (planned, got)]
+    if offloads[0] != offloads[1]:
+        differences.append(("offload", offloads[0], offloads[1]))
+    stored = [format_value(Offload.ACTIVATIONS in setting.offload) for setting in (planned, got)]
+    if stored[0] != stored[1]:
+        differences.append(("offload_activations", stored[0], stored[1]))
     same_strategy = planned.strategy is got.strategy and planned.gpus == got.gpus
     if same_strategy and planned.mesh != got.mesh:
         meshes = [f"{mesh.dp_replicate} x {mesh.dp_shard}" for mesh in (planned.mesh, got.mesh)]
@@ -543,13 +631,9 @@ def _warn_job_options(site: TargetSite, values: Mapping[KeyPath, Entry], draft: 
     """Warn of options of the job on which the file and the plan differ."""
     subject = site.target.subject
     is_folder = bool(subject.folders()) and plan.job.startswith("hf:")
-    for option, key in subject.options.items():
+    for option, (path, value) in subject.read_options(site.root, values).items():
         if option == "seq" or not (is_folder or option in plan.options):
             continue
-        path = site.root + split_key(key)
-        applies = conditions_hold(subject.when.get(option, {}), site.root, values)
-        entry = values.get(path) if applies else None
-        value = entry.value if entry is not None else subject.defaults.get(option) if applies else None
         planned = plan.options.get(option)
         if not same_meaning(value, planned) and (value or planned):
             draft.warn(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.configs.interpret import ConfigWarning, FoundKey, Reading, interpret_config, make_setting
 from trimtab.configs.plan_edits import make_exact
-from trimtab.configs.targets import conditions_hold, split_key
+from trimtab.configs.targets import find_place
 from trimtab.errors import JobFailed, NothingFits, TrimtabError, UnknownName
 from trimtab.spec import Noun, Setting
 from trimtab.strategies import STRATEGIES
@@ -90,7 +90,7 @@ def find_job(target: ConfigTarget, opened: OpenedConfig | None) -> tuple[str | N
     bases = dict.fromkeys(base.resolve() for base in (Path(), opened.file.parent))
     sought: list[str] = []
     for key in subject.folders():
-        entry = entries.get(opened.site.root + split_key(key))
+        entry = entries.get(find_place(opened.site.root, key, entries))
         if entry is None or (entry.value is None and not entry.computed):
             continue
         if entry.computed or not isinstance(entry.value, str):
@@ -111,15 +111,8 @@ def find_job(target: ConfigTarget, opened: OpenedConfig | None) -> tuple[str | N
 def read_options(subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
     """Read options of the job from the keys that hold them, or from the framework's defaults."""
     values = {entry.path: entry for entry in entries}
-    options: dict[str, Any] = {}
-    for option, key in subject.options.items():
-        if not conditions_hold(subject.when.get(option, {}), root, values):
-            continue
-        entry = values.get(root + split_key(key))
-        value = subject.defaults.get(option) if entry is None else None if entry.computed else entry.value
-        if value is not None:
-            options[option] = value
-    return options
+    found = subject.read_options(root, values)
+    return {option: value for option, (_, value) in found.items() if value is not None}
 
 
 def build_display(  # noqa: PLR0913 - what to show, and for whom

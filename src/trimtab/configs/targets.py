@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -28,7 +29,18 @@ import msgspec
 
 from trimtab.configs.text_edit import format_path
 from trimtab.errors import BrokenFile, UnknownName, WrongUse, find_nearest
-from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Strategy
+from trimtab.spec import (
+    Allocator,
+    BaseFormat,
+    LossForm,
+    Noun,
+    Offload,
+    OptimizerImplementation,
+    OptimizerRule,
+    Precision,
+    Recompute,
+    Strategy,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -59,8 +71,15 @@ round_batch: samples of all ranks in one forward pass
 tensor, context: ways that other axes split the model, which no plan does
 seq: tokens of one sample, where the plan's job has such a length
 """
+BOTH = f"{Offload.PARAMS},{Offload.OPTIMIZER}"
+"""Weights and states of the optimizer on the host, as FSDP puts them there."""
 WORDS: dict[str, tuple[str, ...]] = {
     "precision": tuple(member.value for member in Precision),
+    "base": tuple(member.value for member in BaseFormat),
+    "loss": tuple(member.value for member in LossForm),
+    "offload": ("none", Offload.PARAMS.value, Offload.OPTIMIZER.value, BOTH),
+    "offload_activations": ("false", "true"),
+    "optimizer_rule": tuple(member.value for member in OptimizerRule),
     "recompute": tuple(member.value for member in Recompute),
     "compile": ("false", "true"),
     "sync_batchnorm": ("false", "true"),
@@ -68,8 +87,15 @@ WORDS: dict[str, tuple[str, ...]] = {
     "optimizer": tuple(member.value for member in OptimizerImplementation),
     "allocator": tuple(member.value for member in Allocator),
 }
-"""Fields that are words, with ours."""
+"""Fields that are words, with ours.
+
+offload: what of weights and optimizer states lies in the memory of the host
+optimizer_rule: which optimizer; `job` for the job's own, as which AdamW of torch is read
+optimizer: how torch's AdamW runs over the parameters
+"""
 FIELDS = (*COUNTS, *WORDS)
+ANY = "*"
+"""Key of a table of words that stands for all others."""
 IMPLIED = ("round_batch", "rest")
 """What a number that stands for another one, such as -1, may stand for; `rest`: the ranks that are left."""
 
@@ -92,9 +118,12 @@ class Knob(Noun, frozen=True, kw_only=True):
     soft: tuple[Any, ...] = ()
     """Values that give way to another key: they are only a preference, and never contradict anything."""
     near: dict[str, str] = {}
-    """For a word that cannot be written, the nearest that can."""
+    """For a word that cannot be written, the nearest that can; `*`: for all such words."""
     lacks: dict[str, str] = {}
-    """What to say when a word cannot be written, or only its nearest."""
+    """What to say when a word cannot be written, or only its nearest; `*`: for all such words. It may have
+    {value}."""
+    keeps: dict[str, str] = {}
+    """Words of ours for which another value in the file stays, and why: it changes what is trained."""
     default: Any = None
     """What the framework takes where the key is not there; None where nobody knows."""
     add: bool = False
@@ -114,9 +143,12 @@ class Knob(Noun, frozen=True, kw_only=True):
     only: dict[str, tuple[str, ...]] = {}
     """The knob counts only where these fields have one of these words."""
     when: dict[str, tuple[Any, ...]] = {}
-    """The knob counts only where these keys have one of these values; null: the key is missing."""
+    """The knob counts only where these keys have one of these values; null: the key is missing; `table`: it
+    holds others; `*.lora_*`: a pattern; `!true`: anything else."""
+    formats: tuple[str, ...] = ()
+    """Kinds of document in which it counts; none: all."""
     caveat: str = ""
-    """What to say when a number other than 1 is written."""
+    """What to say when a number other than 1, or another word than the usual one, is written."""
 
     def faults(self) -> list[str]:
         """The field and the words are ours."""
@@ -131,8 +163,9 @@ class Knob(Noun, frozen=True, kw_only=True):
         elif not self.words:
             wrong.append(f"{self.field} needs words: what is written for {', '.join(ours)}")
         else:
-            used = {*self.words, *self.near, *self.near.values(), *self.lacks}
+            used = {*self.words, *self.near, *self.near.values(), *self.lacks, *self.keeps}
             used |= {*self.reads.values(), *self.rough.values()}
+            used -= {ANY}
             wrong += [
                 f"{word!r} is no {self.field}; there are {', '.join(ours)}"
                 for word in used
@@ -146,6 +179,15 @@ class Knob(Noun, frozen=True, kw_only=True):
         if self.pattern:
             wrong += _bad_pattern(self.pattern)
         return wrong
+
+    def nearest(self, word: str) -> str:
+        """Return the word that is written for one of ours: itself, if it can be."""
+        return word if word in self.words else self.near.get(word, self.near.get(ANY, word))
+
+    def explain_lack(self, word: str) -> str:
+        """Return what to say when a word cannot be written, or only its nearest; empty if it can."""
+        text = self.lacks.get(word, "" if word in self.words else self.lacks.get(ANY, ""))
+        return text.replace("{value}", word)
 
 
 def _bad_pattern(pattern: str) -> list[str]:
@@ -205,8 +247,26 @@ class Subject(Noun, frozen=True, kw_only=True):
     """What the framework takes for an option whose key is missing."""
     when: dict[str, dict[str, tuple[Any, ...]]] = {}
     """An option counts only where these keys have one of these values, as for a knob."""
+    calls: dict[str, tuple[str, Any]] = {}
+    """Options of the job that a call anywhere in a Python file holds: the key, and the call's own default."""
     assumes: dict[str, str] = {}
     """What the code around the config does though no key says it, by field."""
+
+    def read_options(self, root: KeyPath, values: Mapping[KeyPath, Entry]) -> dict[str, tuple[KeyPath, Any]]:
+        """Return the path and the value of each option; None if the file does not say it."""
+        options: dict[str, tuple[KeyPath, Any]] = {}
+        for option in self.options:
+            key, default = self.options[option], self.defaults.get(option)
+            counts = conditions_hold(self.when.get(option, {}), root, values)
+            if option in self.calls:
+                call, call_default = self.calls[option]
+                if any(path[:1] == place_key((), call)[:1] for path in values):
+                    key, default, counts = call, call_default, True
+            path = find_place(root, key, values)
+            entry = values.get(path)
+            value = default if entry is None else None if entry.computed else entry.value
+            options[option] = path, value if counts else None
+        return options
 
     def folders(self) -> tuple[str, ...]:
         """Return the keys that may name a model's folder."""
@@ -296,6 +356,12 @@ class TargetSite(Noun, frozen=True, kw_only=True):
 
     target: ConfigTarget
     root: tuple[str | int, ...] = ()
+    kind: str = ""
+    """Kind of the document, such as yaml; empty if unknown."""
+
+    def applies(self, knob: Knob) -> bool:
+        """Whether a knob counts in documents of this kind."""
+        return not knob.formats or self.kind in knob.formats
 
 
 def split_key(key: str) -> KeyPath:
@@ -303,11 +369,41 @@ def split_key(key: str) -> KeyPath:
     return tuple(key.split("."))
 
 
+def place_key(root: KeyPath, key: str) -> KeyPath:
+    """Return the path of a key below a root; a key with a leading slash starts at the top of the file.
+
+    >>> place_key(("SFTConfig",), "bf16"), place_key(("SFTConfig",), "/LoraConfig.r")
+    (('SFTConfig', 'bf16'), ('LoraConfig', 'r'))
+    """
+    return split_key(key[1:]) if key.startswith("/") else root + split_key(key)
+
+
+def shorten_path(path: KeyPath, root: KeyPath) -> KeyPath:
+    """Return a path without the root, if it is below the root."""
+    return path[len(root) :] if path[: len(root)] == root else path
+
+
+def find_place(root: KeyPath, key: str, values: Mapping[KeyPath, Entry]) -> KeyPath:
+    """Return the path of a key; of several calls of a function, the first that has the keyword."""
+    path = place_key(root, key)
+    if path in values or not key.startswith("/") or len(path) < 2:  # noqa: PLR2004 - a call and its keyword
+        return path
+    numbered = (
+        other
+        for other in values
+        if len(other) == len(path) + 1
+        and other[0] == path[0]
+        and isinstance(other[1], int)
+        and other[2:] == path[1:]
+    )
+    return min(numbered, default=path, key=lambda other: int(other[1]))
+
+
 def conditions_hold(
     when: Mapping[str, Sequence[Any]], root: KeyPath, values: Mapping[KeyPath, Entry]
 ) -> bool:
     """Return whether every key of a `when` has one of its values in the file."""
-    return all(_key_has(root + split_key(key), among, values) for key, among in when.items())
+    return all(_key_has(find_place(root, key, values), among, values) for key, among in when.items())
 
 
 def _key_has(path: KeyPath, among: Sequence[Any], values: Mapping[KeyPath, Entry]) -> bool:
@@ -315,7 +411,14 @@ def _key_has(path: KeyPath, among: Sequence[Any], values: Mapping[KeyPath, Entry
     current = "null" if entry is None or entry.value is None else entry.value
     if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
         current = "table"
-    return any(str(current).lower() == str(value).lower() for value in among)
+    return any(_matches(str(current).lower(), str(value).lower()) for value in among)
+
+
+def _matches(current: str, wanted: str) -> bool:
+    """Return whether a value is the wanted one, matches its pattern, or is not what follows a `!`."""
+    if wanted.startswith("!"):
+        return not _matches(current, wanted[1:])
+    return fnmatchcase(current, wanted) if "*" in wanted else current == wanted
 
 
 class KeyIndex:
@@ -359,7 +462,7 @@ def find_sites(
     """Return every target that a document can be, and where."""
     index = KeyIndex(document.entries())
     candidates = [
-        TargetSite(target=target, root=root)
+        TargetSite(target=target, root=root, kind=document.kind)
         for target in known
         if not target.formats or document.kind in target.formats
         for root in find_roots(target.marks, index, below)
@@ -425,7 +528,7 @@ def _sites_of_target(
             found=f"it has none of the keys of {target.name}",
             cure=f"Name another target, or the place where they belong: {given}:PATH.",
         )
-    return [TargetSite(target=target, root=root) for root in found or [below]]
+    return [TargetSite(target=target, root=root, kind=document.kind) for root in found or [below]]
 
 
 PROJECT_FILE = "trimtab.toml"

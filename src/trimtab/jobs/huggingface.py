@@ -24,6 +24,7 @@ from trimtab.jobs.pretrained import (
     load_pretrained,
     run_experts_in_autocast,
 )
+from trimtab.jobs.stored_base import find_stored_base, read_base_format
 from trimtab.jobs.synthetic import CPU, Synthetic, draw_integer
 from trimtab.jobs.text.blocks import TokenBlocks, describe_text, lay_out_blocks
 from trimtab.jobs.text.byte_pairs import BYTES
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from trimtab.jobs.text.blocks import BlockLayout
     from trimtab.jobs.text.model_tokenizer import ModelTokenizer
     from trimtab.jobs.text.tokens import Tokens
+    from trimtab.spec import BaseFormat
 
 DEFAULT_LONGEST = 1024
 """Maximum tokens per sample without --seq."""
@@ -117,14 +119,14 @@ class HuggingFace(Job):
     """Whether the model has no fused attention."""
 
     def __init__(self, folder: str) -> None:
-        read_config(folder)
+        read_config(folder, quantized=True)
         self.folder = folder
         self.name = Path(folder).resolve().name
 
     @cached_property
     def _config(self) -> Any:
         """The config as a transformers object."""
-        text = read_config(self.folder)
+        text = read_config(self.folder, quantized=True)
         transformers = import_transformers(self._given)
         kind = text["model_type"]
         mapping = transformers.CONFIG_MAPPING
@@ -145,6 +147,9 @@ class HuggingFace(Job):
                 cure="Correct config.json.",
             ) from error
         config.use_cache = False
+        # The engine stores frozen layers in their format; transformers would need bitsandbytes for it.
+        if self.stored_base.storage.is_quantized:
+            del config.quantization_config
         if getattr(config, "pad_token_id", None) is None:
             # Classifiers use it to find the last token, and decoders start with it.
             config.pad_token_id = 0
@@ -158,10 +163,15 @@ class HuggingFace(Job):
     def _given(self) -> str:
         return f"job hf:{self.folder}"
 
+    @property
+    def stored_base(self) -> BaseFormat:
+        """Format of the weights in the folder, by the quantization_config in config.json."""
+        return find_stored_base(f"hf:{self.folder}")
+
     @cached_property
     def _task(self) -> HeadTask:
         """The task of the architecture in the config."""
-        named = read_config(self.folder).get("architectures") or []
+        named = read_config(self.folder, quantized=True).get("architectures") or []
         config = self._config
         if not named:
             chosen = next((task for task in TASKS if self._supports(task)), None)
@@ -190,11 +200,16 @@ class HuggingFace(Job):
         notes = []
         if self.seq is None and not self._is_image:
             notes.append(f"sequences of {self.tokens} tokens (--seq)")
-        if not read_config(self.folder).get("architectures"):
+        if not read_config(self.folder, quantized=True).get("architectures"):
             notes.append(f"config.json names no architecture: taken as {self._task.name}")
         if (self.lora or self.frozen) and self._frozen_dtype is not torch.get_default_dtype():
             notes.append(
                 f"frozen weights in {str(self._frozen_dtype).removeprefix('torch.')}, as in config.json"
+            )
+        if self.stored_base.storage.is_quantized:
+            notes.append(
+                f"config.json stores linear layers as {self.stored_base}: that is the base unless another is "
+                "named"
             )
         if self.layers is not None:
             notes.append(f"{self.layers} hidden layers, which config.json does not say (--set layers)")
@@ -265,7 +280,7 @@ class HuggingFace(Job):
     def _frozen_dtype(self) -> torch.dtype:
         """Dtype of frozen weights: as stored, unless the default dtype is narrower."""
         default = torch.get_default_dtype()
-        text = read_config(self.folder)
+        text = read_config(self.folder, quantized=True)
         stored_dtype = getattr(torch, str(text.get("dtype") or text.get("torch_dtype")), None)
         tied = bool(getattr(self._text_config, "tie_word_embeddings", False)) and not self.lora
         if default is not torch.float32 or not isinstance(stored_dtype, torch.dtype) or tied:
@@ -277,6 +292,12 @@ class HuggingFace(Job):
         if self.lora is not None and self.lora < 1:
             raise WrongUse(f"--lora {self.lora}", found="it is below 1", cure="Give a rank such as 8 or 16.")
         _ = self.tokens  # Check --seq before a large model is built.
+        if self.stored_base.storage.is_quantized and not self.lora and not self.frozen:
+            raise WrongUse(
+                self._given,
+                found=f"its weights are stored as {self.stored_base}, which cannot be trained themselves",
+                cure="Train adapters on them with --lora 16, or take quantization_config out of config.json.",
+            )
         built = self._build()
         if not self.lora and not self.frozen:
             return built
@@ -299,6 +320,13 @@ class HuggingFace(Job):
         auto = getattr(transformers, self._task.auto)
         dtype = self._frozen_dtype if self.lora or self.frozen else torch.get_default_dtype()
         files = list_weight_files(Path(self.folder)) if self.pretrained and not is_planning() else []
+        if files and self.stored_base.storage.is_quantized:
+            raise WrongUse(
+                self._given,
+                found=f"its weights are stored as {self.stored_base}, and trimtab reads 16 and 32 bits only",
+                cure=f"Name the folder of the unquantized model with --base {self.stored_base}, or use --set "
+                "pretrained=false to try it with random weights.",
+            )
         build = (
             partial(load_pretrained, auto, self.folder, self._config)
             if files
@@ -531,8 +559,11 @@ def _set_layers(config: Any, layers: int, given: str) -> None:
         setattr(text, name, layers)
 
 
-def read_config(folder: str, *, given: str = "") -> dict[str, Any]:
-    """Return FOLDER/config.json; raise WrongUse if it is invalid or needs code from the folder."""
+def read_config(folder: str, *, given: str = "", quantized: bool = False) -> dict[str, Any]:
+    """Return FOLDER/config.json; raise WrongUse if it is invalid or needs code from the folder.
+
+    `quantized`: weights in a format of bitsandbytes are accepted.
+    """
     cure = "Name a folder with a Hugging Face config.json"
     cure += "." if given else ", as in hf:./my-model."
     given = given or f"job hf:{folder}"
@@ -557,11 +588,13 @@ def read_config(folder: str, *, given: str = "") -> dict[str, Any]:
             cure="Write a job file that builds it, and name that as FILE.py:NAME.",
         )
     if text.get("quantization_config"):
-        raise WrongUse(
-            given,
-            found="config.json has a quantization_config, and quantized weights cannot be trained here",
-            cure="Take that entry out to see the model unquantized.",
-        )
+        read_base_format(text["quantization_config"], given)
+        if not quantized:
+            raise WrongUse(
+                given,
+                found="config.json has a quantization_config, and this job does not read quantized weights",
+                cure="Take that entry out to see the model unquantized.",
+            )
     return text
 
 

@@ -509,8 +509,8 @@ def _describe_int8(name: str, args: tuple[Any, ...], out: Any) -> Work:
         kind="matrix",
         dtype="int8",
         flops=2 * rows * columns * inner,
-        read_bytes=_bytes(left) + _bytes(right),
-        write_bytes=_bytes(out),
+        read_bytes=count_bytes(left) + count_bytes(right),
+        write_bytes=count_bytes(out),
         dims=(1, rows, columns, inner, MAX_ALIGNMENT),
     )
 
@@ -524,8 +524,8 @@ def _describe_scaled(name: str, args: tuple[Any, ...], out: Any) -> Work:
         kind="matrix",
         dtype=dtype_name(left.dtype),
         flops=2 * rows * columns * inner,
-        read_bytes=_bytes(left) + _bytes(right),
-        write_bytes=_bytes(out),
+        read_bytes=count_bytes(left) + count_bytes(right),
+        write_bytes=count_bytes(out),
         dims=(1, rows, columns, inner, min(map(_alignment, (left, right, out)))),
     )
 
