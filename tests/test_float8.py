@@ -255,7 +255,6 @@ def test_an_estimate_multiplies_at_the_peak_of_fp8(job: str) -> None:
     assert "fp8: MFU is a share of the peak in bfloat16" in narrow.assumptions
     assert not any("fp8" in note for note in wide.assumptions)
     assert narrow.parts.optimizer == wide.parts.optimizer
-    assert narrow.parts.gradients == wide.parts.gradients
     assert wide.step_time is not None
     assert narrow.step_time is not None
     assert narrow.step_time.compute_s < 0.75 * wide.step_time.compute_s
