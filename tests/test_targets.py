@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import inspect
 import tomllib
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -374,19 +375,35 @@ def test_arguments_are_found_wherever_they_are_nested() -> None:
 # --- the frameworks themselves, where they are installed ---
 
 
+def test_the_optimizers_and_formats_of_transformers_are_its_own() -> None:
+    transformers = pytest.importorskip("transformers")
+    names = {name.value for name in pytest.importorskip("transformers.training_args").OptimizerNames}
+    arguments = inspect.signature(transformers.BitsAndBytesConfig).parameters
+    knobs = targets.find_target("transformers", builtin_targets()).knobs
+    rules = [knob for knob in knobs if knob.field == "optimizer_rule"]
+    assert rules
+    assert {word for knob in rules for word in knob.words.values()} <= names
+    calls = [key for knob in knobs for key in knob.keys if key.startswith("/BitsAndBytesConfig.")]
+    assert {key.partition(".")[2] for key in calls} <= set(arguments)
+    for knob in knobs:
+        if knob.keys[0].startswith("/BitsAndBytesConfig.bnb") and knob.default is not None:
+            default = arguments[knob.keys[0].partition(".")[2]].default
+            assert (default or type(knob.default)()) == knob.default
+
+
 def test_the_keys_for_transformers_are_fields_of_its_arguments_with_those_defaults() -> None:
     arguments = pytest.importorskip("transformers").TrainingArguments
     fields = {field.name: field for field in dataclasses.fields(arguments)}
     for knob in targets.find_target("transformers", builtin_targets()).knobs:
-        if knob.field == "seq":
-            continue  # the scripts' own arguments hold it, and TrainingArguments do not
+        if knob.field in {"seq", "base", "offload", "offload_activations"} or knob.keys == ("loss_type",):
+            continue  # TRL, scripts, BitsAndBytesConfig or fsdp_config hold it, and TrainingArguments do not
         (key,) = knob.keys
         assert key in fields
         if knob.default is not None:
             # No value at all is how newer versions spell false.
             assert (fields[key].default or type(knob.default)()) == knob.default, key
         for value in knob.words.values():
-            assert knob.field == "optimizer" or isinstance(value, bool)
+            assert knob.field in {"optimizer", "optimizer_rule"} or isinstance(value, bool)
     names = pytest.importorskip("transformers.training_args").OptimizerNames
     knob = next(
         knob
