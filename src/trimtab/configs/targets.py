@@ -89,7 +89,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """Fields that are words, with ours.
 
-offload: what of weights and optimizer states lies in the memory of the host
+offload: what of weights and optimizer states is in the memory of the host
 optimizer_rule: which optimizer; `job` for the job's own, as which AdamW of torch is read
 optimizer: how torch's AdamW runs over the parameters
 """

@@ -108,7 +108,7 @@ class LossForm(StrEnum):
 
 
 class Offload(StrEnum):
-    """What lies in the memory of the host instead of the device, while it is not used."""
+    """What is in the memory of the host instead of the device, while it is not used."""
 
     PARAMS = "params"
     """Weights and their gradients."""
@@ -213,7 +213,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     compile: bool = False
     loss: LossForm = LossForm.WHOLE
     offload: tuple[Offload, ...] = ()
-    """What lies in the memory of the host, in the order of Offload."""
+    """What is in the memory of the host, in the order of Offload."""
     optimizer: OptimizerImplementation = OptimizerImplementation.FUSED
     optimizer_rule: OptimizerRule = OptimizerRule.JOB
     """Which optimizer, if not the job's own."""

@@ -144,7 +144,7 @@ def describe_work(  # noqa: PLR0911 - one way out for each kind
 
 
 def _low_bit_flops(args: tuple[Any, ...]) -> int:
-    """Return the arithmetic of an update with states in few bits: each is looked up and searched anew."""
+    """Return the arithmetic of an update with states in few bits: each is looked up and searched again."""
     states = [tensor for tensor in args[2] if tensor.dtype is torch.uint8]
     return UPDATE_FLOPS * sum(tensor.numel() for tensor in states)
 
