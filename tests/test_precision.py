@@ -111,8 +111,9 @@ def test_json_has_the_word_and_nothing_else(precision: Precision) -> None:
 
 
 def test_the_fingerprint_of_a_setting_is_that_of_earlier_versions() -> None:
+    # It changes only if Setting gets a field, as with base, loss, offload and optimizer_rule.
     found = [Setting(micro_batch=1, global_batch=1, precision=one).fingerprint() for one in OLDER]
-    assert found == ["352aa4b639a7", "680bf86ec6cc", "b763f7266ad2", "71fc034247ca", "5af73df1544d"]
+    assert found == ["8a8dca45af64", "55f96d841cda", "00ad7fa80dd7", "33a62f3536e1", "4adad2eddc31"]
 
 
 @pytest.mark.parametrize(

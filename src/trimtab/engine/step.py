@@ -188,6 +188,12 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
             in that group; by default all ranks sum all parameters.
         mid_backward: called whenever a gradient arrives.
     """
+    if setting.offload:
+        raise WrongUse(
+            f"offload of {', '.join(setting.offload)}",
+            found="trimtab neither predicts nor runs it yet",
+            cure="Leave it out, or use --base, --loss chunked or --recompute full to save memory.",
+        )
     strategy = strategy_of(setting)
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
