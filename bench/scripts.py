@@ -426,6 +426,7 @@ def _hugging_face_cases() -> list[ScriptCase]:
             (data.write_qwen, data.write_questions),
             copy="trl",
             packages=(*DATASETS, "trl", "peft"),
+            seconds=600,
         ),
         ScriptCase(
             "diffusers-lora",
