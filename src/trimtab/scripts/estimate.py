@@ -89,7 +89,7 @@ def estimate_result(command: ScriptCommand, result: ScriptResult, cluster: Clust
         device,
         cluster=cluster,
         calibration=read_own_calibration(device),
-        fusing=setting.compile,
+        fusing=setting.compile and not result.compiled_graphs,
     )
     found = judge_fully(found, trace, setting)
     found = found.replace(assumptions=(*notes, *found.assumptions))

@@ -192,6 +192,8 @@ class Observer:
     _has_backward: bool = False
     _described: Any = None
     """The model of the last training call."""
+    compiled_graphs: int = 0
+    """Graphs that torch's compiler compiled for the script."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -207,9 +209,9 @@ class Observer:
         """Run a module, or return what it returned before if the call only repeats others."""
         if threading.get_ident() != self._main or self.recorder.paused:
             return self._enter(call, module, args, kwargs)
-        if self._depth and self._described is not None and "precision" not in self.facts:
+        if self._depth:
             # Frameworks turn autocast on inside of the model's call.
-            self.learn("precision", *describe_precision(self._described))
+            self.note_precision()
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
@@ -241,6 +243,11 @@ class Observer:
         out = self._enter(call, module, args, kwargs, root=True)
         cached.outputs = tree_map(_forget_graph, out)
         return out
+
+    def note_precision(self) -> None:
+        """Note the precision of the training call that is running, if it is not known yet."""
+        if self._described is not None and "precision" not in self.facts:
+            self.learn("precision", *describe_precision(self._described))
 
     def _repeat_outputs(self, module: Any, outputs: Any, *, training: bool) -> Any:
         anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
@@ -349,8 +356,7 @@ class Observer:
         self._inputs = []
 
     def _note_optimizer(self, optimizer: Any) -> None:
-        if "precision" not in self.facts and self._described is not None:
-            self.learn("precision", *describe_precision(self._described))
+        self.note_precision()
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
@@ -376,7 +382,9 @@ class Observer:
         self._close_step()
         self.steps += 1
         recorder = self.recorder
-        if self.steps == STEPS - 1 and recorder.repeat_step("step0", "step1", "step2"):
+        # Compiled code may still be compiled again and tuned in the second step.
+        is_eager = not recorder.uses_compile
+        if self.steps == STEPS - 1 and is_eager and recorder.repeat_step("step0", "step1", "step2"):
             # The second step left exactly what it found: a third would be the same.
             self.steps = STEPS
         recorder.mark_phase("end" if self.steps == STEPS else f"step{self.steps}", "activations")

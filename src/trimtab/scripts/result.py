@@ -26,6 +26,8 @@ class ScriptResult(Noun, frozen=True, kw_only=True):
     windows: tuple[tuple[str, int, int], ...] = ()
     """Phases: their name, and where in the trace's order they begin and end."""
     steps: int = 0
+    compiled_graphs: int = 0
+    """Graphs that torch's own compiler compiled. If it compiled none, compiled code was followed as eager."""
     accumulation: int = 1
     """Backward passes of a step that repeat the same work, or work of another size."""
     is_mean: bool = False

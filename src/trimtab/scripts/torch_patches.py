@@ -17,6 +17,7 @@ from torch.nn.parallel import comm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.errors import CannotFollow
+from trimtab.scripts.compile_patches import patch_compile
 from trimtab.scripts.file_patches import patch_files
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
@@ -41,7 +42,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int) -> Non
     _patch_loaders(observer)
     _patch_cuda(observer, devices)
     patch_groups(observer, world_size)
-    _patch_compile(observer)
+    patch_compile(observer)
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
     patch_triton(observer)
@@ -303,21 +304,6 @@ def _patch_constants() -> None:
 
     for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")):
         put(owner, name, wrap(getattr(owner, name)))
-
-
-def _patch_compile(observer: Observer) -> None:
-    """Follow compiled models without compiling; what compiling saves is guessed afterwards."""
-
-    def compile_nothing(model: Any = None, **_: Any) -> Any:
-        observer.learn("compile", "true", "torch.compile")
-        return model if model is not None else (lambda function: function)
-
-    put(torch, "compile", compile_nothing)
-
-    def compile_module(module: Any, *_: Any, **__: Any) -> None:
-        observer.learn("compile", "true", "Module.compile")
-
-    put(torch.nn.Module, "compile", compile_module)
 
 
 def _patch_checkpointing(observer: Observer) -> None:

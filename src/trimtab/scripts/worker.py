@@ -112,6 +112,7 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
         facts=tuple(observer.facts.values()),
         windows=tuple((window.name, window.begin, window.end) for window in observer.windows if window.name),
         steps=observer.steps,
+        compiled_graphs=observer.compiled_graphs,
         accumulation=observer.accumulation,
         is_mean=observer.is_mean,
         passes=observer.passes,
