@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.scripts.repeated_ops import (
     RepeatedOp,
@@ -25,6 +26,7 @@ from trimtab.scripts.repeated_ops import (
     make_result,
 )
 from trimtab.spec import Work
+from trimtab.spec.trace import SHARDED, WRAPPED
 from trimtab.trace.data_dependent import REAL_ATTRIBUTE
 from trimtab.trace.recorder import (
     DEVICE,
@@ -45,6 +47,8 @@ KNOWN_NUMBERS = 2**20
 """Tensors up to this many entries keep their values when they are copied to the GPU."""
 TO_COPY = torch.ops.aten._to_copy.default
 COPY = torch.ops.aten.copy_.default
+SHARDING_OPS = {"fsdp::all_gather_copy_in", "fsdp::chunk_cat"}
+"""Operations on the parameters of a block before they are gathered, and on gradients before a reduction."""
 UNSEEN: Any = object()
 """Stands for an operation that was not run before."""
 WAIT = Work(op="aten::_to_copy", kind="wait", dtype="")
@@ -58,12 +62,16 @@ class ScriptRecorder(Recorder):
         super().__init__(kernels, fake_mode)
         self._repeated: dict[Any, RepeatedOp | None] = {}
 
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # noqa: PLR0911 - one way out for each kind of tensor
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:
             return META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
+        if DTensor in types and not self.paused:
+            # It calls the operation again with its local tensor.
+            self._add_python_work(WRAPPED, sum(isinstance(leaf, DTensor) for leaf in tree_leaves(args)))
+            return NotImplemented
         device = kwargs.get("device")
         is_fake = FakeTensor in types
         if not is_fake and not types and (device is None or torch.device(device).type != "cuda"):
@@ -82,6 +90,8 @@ class ScriptRecorder(Recorder):
     def _run_fake(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on fake tensors; ordinary ones among its inputs become fake."""
         before, given = self.part, args
+        if find_op_name(func) in SHARDING_OPS:
+            self._add_python_work(SHARDED, len(args[0]))
         if FakeTensor not in types:
             # Without a fake input, torch would compute a constant on the GPU.
             args = tree_map(self._to_fake, args)
@@ -144,6 +154,11 @@ class ScriptRecorder(Recorder):
         if not repeated.is_view:
             self.record_op(name, args, out, leaves=results, requests=repeated.requests)
         return out
+
+    def _add_python_work(self, name: str, tensors: int) -> None:
+        """Record that the host spends time on so many tensors in Python."""
+        if self.records_work:
+            self.add_work(Work(op=name, kind="call", dtype="", kernels=0, dims=(tensors,)))
 
     def _to_fake(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:
