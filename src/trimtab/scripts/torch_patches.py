@@ -25,6 +25,7 @@ from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_move
 from trimtab.scripts.observer import Observer, find_script_line, put
 from trimtab.scripts.recorder import make_real
 from trimtab.scripts.triton_patches import patch_triton
+from trimtab.trace.fake_cuda import hide_fake_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +48,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int) -> Non
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
     patch_triton(observer)
+    hide_fake_tensors()
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.
