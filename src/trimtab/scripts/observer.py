@@ -338,7 +338,11 @@ class Observer:
     def end_backward(self) -> None:
         """Note that a backward pass has ended: it ends a micro-batch."""
         self._backward_depth -= 1
-        if self._backward_depth or self.is_over or "step0" not in self.recorder.marks:
+        if self._backward_depth or "step0" not in self.recorder.marks:
+            return
+        if self.is_over:
+            self._call_number = 0
+            self._inputs = []
             return
         self.passes += 1
         sequence = self.recorder.sequence

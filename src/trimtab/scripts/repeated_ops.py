@@ -157,6 +157,10 @@ def make_result(recipe: TensorRecipe | None, args: tuple[Any, ...]) -> Any:
     made: Any = torch.Tensor._make_subclass(
         FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=recipe.device
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    # As in the constructor of fake tensors, which this replaces.
+    if recipe.attributes["fake_mode"]._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
     made.__dict__.update(recipe.attributes)
     return made
