@@ -85,6 +85,7 @@ def test_known_values_and_unknown_arguments_are_not_kept(make: Callable[..., Any
     known._trimtab_real = torch.zeros(4)
     assert make_op_key(aten.neg.default, (known,), {}) is None
     assert make_op_key(aten.neg.default, (torch.zeros(4),), {}) is None
+    assert make_op_key(aten.mm.out, (make(4, 4), make(4, 4)), {"out": make(4, 4)}) is None
     assert make_op_key(aten.bernoulli.default, (make(4),), {"generator": torch.Generator()}) is None
     assert make_op_key(aten._foreach_neg.default, ([make(4)] * 20,), {}) is None
 
@@ -93,6 +94,8 @@ def test_results_that_share_new_memory_are_not_kept(make: Callable[..., Any]) ->
     whole = make(8)
     assert describe_results((), (whole, whole[:4])) is None
     assert describe_results((), 3) is None
+    # An operation that returns a tensor out of a list.
+    assert describe_results(([whole],), whole) is None
 
 
 def test_operations_whose_results_follow_from_values_are_not_kept() -> None:

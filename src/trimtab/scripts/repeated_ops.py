@@ -23,6 +23,8 @@ KNOWN_ATTRIBUTES = frozenset({*VALUE_ATTRIBUTES, PARTS_ATTRIBUTE})
 PLAIN_TYPES = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
+NEW_MEMORY, NOT_FOUND_AGAIN = -1, -2
+"""Instead of the position of an argument: a result is new, or shares memory with something else."""
 MOST_TENSORS = 8
 """Longer lists of tensors are those of optimizers, which step once."""
 CHANGING_OPS = {"aten::set_", "aten::resize_", "aten::resize_as_"}
@@ -42,7 +44,7 @@ class TensorRecipe(NamedTuple):
     dtype: Any
     offset: Any
     source: int
-    """Position of the argument that it is a view of; -1 for new memory."""
+    """Position of the argument that it is a view of, or NEW_MEMORY."""
     is_argument: bool
     """Whether it is that argument itself."""
     attributes: dict[str, Any]
@@ -68,6 +70,9 @@ def make_op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     try:
         described = tuple(map(_describe, args))
         if kwargs:
+            if any(type(value) is FakeTensor for value in kwargs.values()):
+                # Such as `out`, which the operation returns.
+                return None
             return func, described, tuple((name, _describe(value)) for name, value in kwargs.items())
     except _NotKept:
         return None
@@ -103,6 +108,10 @@ def describe_results(args: tuple[Any, ...], out: Any) -> tuple[tuple[TensorRecip
     for place, value in enumerate(args):
         if type(value) is FakeTensor:
             storages.setdefault(value.untyped_storage()._cdata, place)
+        elif type(value) in (list, tuple):
+            for item in value:
+                if type(item) is FakeTensor:
+                    storages.setdefault(item.untyped_storage()._cdata, NOT_FOUND_AGAIN)
     try:
         recipes = tuple(_describe_result(result, args, storages) for result in results)
     except _NotKept:
@@ -120,17 +129,15 @@ def _describe_result(result: Any, args: tuple[Any, ...], storages: dict[int, int
     if same < 0 and (not KNOWN_ATTRIBUTES.isdisjoint(attributes) or attributes["constant"] is not None):
         raise _NotKept
     storage = result.untyped_storage()
-    source = same if same >= 0 else storages.get(storage._cdata, -1)
-    if source < 0:
+    source = same if same >= 0 else storages.get(storage._cdata, NEW_MEMORY)
+    if source == NEW_MEMORY:
         with torch.utils._python_dispatch._disable_current_modes():
             like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         if result.storage_offset() or like.untyped_storage().nbytes() != storage.nbytes():
             raise _NotKept
-        # Two results with the same memory, such as a view of a new tensor, are not kept.
-        if storage._cdata in storages:
-            raise _NotKept
-        storages[storage._cdata] = -2
-    elif source < -1:
+        # A second result with the same memory, such as a view of this one, is not kept.
+        storages[storage._cdata] = NOT_FOUND_AGAIN
+    elif source == NOT_FOUND_AGAIN:
         raise _NotKept
     return TensorRecipe(
         shape=result.shape,
