@@ -248,13 +248,16 @@ def measure_phases(trace: Trace, result: ScriptResult) -> tuple[PhasePeak, ...]:
         position += bool(sizes[number if number >= 0 else ~number])
         positions.append(position)
     begins = [positions[begin] for _, begin, _ in result.windows]
-    windows = replay(allocator_events(trace, order), AllocatorConfig(), reset_peak_at=begins).windows
-    # Windows with the same beginning share one.
-    by_begin = dict(zip(sorted(set(begins)), windows[1:], strict=False))
+    # What comes after a phase and belongs to none, such as a fourth step, does not count for it.
+    ends = [positions[end] for _, _, end in result.windows]
+    resets = sorted({*begins, *ends})
+    windows = replay(allocator_events(trace, order), AllocatorConfig(), reset_peak_at=resets).windows
+    by_begin = dict(zip(resets, windows[1:], strict=False))
     peaks: dict[str, PhasePeak] = {}
-    for (name, _, _), at in zip(result.windows, begins, strict=True):
-        window = by_begin.get(at)
-        if window is None:
+    for (name, _, _), begin, end in zip(result.windows, begins, ends, strict=True):
+        window = by_begin.get(begin)
+        # A step without events has not begun: an evaluation came first. A save needs no memory of its own.
+        if window is None or (begin == end and name.endswith(" step")):
             continue
         known = peaks.get(name)
         if known is None or window.allocated > known.allocated_bytes:
