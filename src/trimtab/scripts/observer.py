@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from trimtab.scripts.generation_patches import Decoding
     from trimtab.scripts.recorder import ScriptRecorder
 
 STEPS = 3
@@ -199,8 +198,8 @@ class Observer:
     """The script's line of the first training call."""
     compiled_graphs: int = 0
     """Graphs that torch's compiler compiled for the script."""
-    decoding: Decoding | None = None
-    """Shortens the generation of texts."""
+    decoding: Any = None
+    """Shortens the generation of texts: the Decoding of generation_patches."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
