@@ -30,6 +30,7 @@ from trimtab.strategies import STRATEGIES, usual_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.predict.allocator import Event
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.scripts.result import ScriptResult
     from trimtab.spec import Cluster, Device, Estimate, ScriptCommand, Trace
@@ -241,14 +242,16 @@ def _where_samples(setting: Setting, result: ScriptResult) -> str:
 
 def measure_phases(trace: Trace, result: ScriptResult) -> tuple[PhasePeak, ...]:
     """Return the peak of each phase of the script, of all its occurrences the largest."""
-    order, sizes = trace.order, trace.sizes
     # Requests of 0 bytes reach no allocator, so that positions of events differ from those of the order.
-    position, positions = 0, [0]
-    for number in order:
-        position += bool(sizes[number if number >= 0 else ~number])
-        positions.append(position)
-    begins = [positions[begin] for _, begin, _ in result.windows]
-    windows = replay(allocator_events(trace, order), AllocatorConfig(), reset_peak_at=begins).windows
+    events: list[Event] = []
+    begins = []
+    last = 0
+    for _, begin, _ in result.windows:
+        events += allocator_events(trace, trace.order[last:begin])
+        begins.append(len(events))
+        last = begin
+    events += allocator_events(trace, trace.order[last:])
+    windows = replay(events, AllocatorConfig(), reset_peak_at=begins).windows
     # Windows with the same beginning share one.
     by_begin = dict(zip(sorted(set(begins)), windows[1:], strict=False))
     peaks: dict[str, PhasePeak] = {}

@@ -35,10 +35,6 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
-BENCHMARK_NOTE = (
-    "torch.backends.cudnn.benchmark is on: while cuDNN tries its kernels in the first step, convolutions may "
-    "take more workspace than is counted here"
-)
 OWN_FOLDER = str(Path(__file__).parent.parent)
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
@@ -316,8 +312,6 @@ class Observer:
         self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
         if first.dim() == 2 and not first.is_floating_point():  # noqa: PLR2004 - samples x positions
             self.lengths[first.shape[1]] = self.lengths.get(first.shape[1], 0) + 1
-        if torch.backends.cudnn.benchmark:
-            self.notes[BENCHMARK_NOTE] = None
         self._described = module
 
     # Steps
