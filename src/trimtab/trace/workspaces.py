@@ -81,7 +81,7 @@ def _request_convolution(
 def _request_search(
     ends: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, phase: str, *, stride: Any, groups: int
 ) -> list[MemoryRequest]:
-    """Request the workspace of cuDNN's search for the fastest kernel, if torch is told to search.
+    """Request the workspace of cuDNN's search for the fastest kernel, if `cudnn.benchmark` is on.
 
     `ends` are input and output as cuDNN sees them: to it, a transposed convolution is the input gradient of
     the convolution that it transposes.
