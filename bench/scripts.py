@@ -50,6 +50,8 @@ STEPS = 8
 """Steps that are measured."""
 WARM_STEPS = 3
 """Steps that are left out of the step time."""
+BARE_FORWARD_S = 7.08e-6
+"""Time of a bare operation on the calibrated host (h200.toml); `host` in the table is a multiple of it."""
 PREPARED = ".prepared"
 LONG_NAME = 34
 
@@ -658,7 +660,9 @@ def compare(results: Path, predictions: Path, only: str) -> None:
     """Print each prediction's error, and the medians and worsts."""
     measured, predicted = read_rows(results), read_rows(predictions)
     errors: dict[str, list[float]] = {}
-    print(f"{'script':{LONG_NAME}} {'measured':>11} {'allocated':>10} {'reserved':>9} {'step time':>10}")
+    print(
+        f"{'script':{LONG_NAME}} {'measured':>11} {'allocated':>10} {'reserved':>9} {'step time':>10}  host"
+    )
     for case in cases():
         row, guess = measured.get(case.id), predicted.get(case.id)
         if row is None or guess is None or not fnmatch.fnmatch(case.id, only):
@@ -678,6 +682,8 @@ def compare(results: Path, predictions: Path, only: str) -> None:
             error = expected / row[key] - 1
             errors.setdefault(key, []).append(error)
             words.append(f"{error:>+{width}.1%}")
+        if row.get("host_forward_s"):
+            words.append(f"{row['host_forward_s'] / BARE_FORWARD_S:5.2f}")
         print(f"{case.id:{LONG_NAME}} {' '.join(words)}")
     for key, values in errors.items():
         sizes = [abs(value) for value in values]

@@ -115,15 +115,23 @@ class CachedCall:
 
 
 class _SkippedBackward(torch.autograd.Function):
-    """Return an output whose backward pass ends here: the skipped micro-batch adds to existing gradients."""
+    """Return an output whose backward pass ends here: the skipped micro-batch adds to existing gradients.
+
+    After the third step there may be none. Then it leaves some, because a loss scaler wants them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor, trained: list[Any]) -> torch.Tensor:
+        ctx.trained = trained
         return torch.empty_like(like)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, None
+        with torch.no_grad():
+            for parameter in ctx.trained:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+        return None, None, None
 
 
 @dataclass
@@ -174,8 +182,8 @@ class Observer:
     _forward_end: int = 0
     _over_at: float = 0.0
     _extra_steps: int = 0
-    _late_passes: int = 0
-    """Backward passes of the current step, after the third step."""
+    _trained: list[Any] = field(default_factory=list)
+    """Parameters that had a gradient in the third step; empty before."""
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
@@ -252,7 +260,7 @@ class Observer:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if training and anchor is not None and getattr(leaf, "_trimtab_needs_graph", False):
-                return _SkippedBackward.apply(anchor, leaf)
+                return _SkippedBackward.apply(anchor, leaf, self._trained)
             return torch.empty_like(leaf)
 
         return tree_map(again, outputs)
@@ -261,8 +269,7 @@ class Observer:
         """Return whether the coming micro-batch repeats the ones before it."""
         units = self.units
         if self.is_over:
-            # Skipped calls leave no gradients, and a loss scaler wants some in every step: one pass runs.
-            return self.has_optimizer and self._late_passes > 0
+            return self.has_optimizer
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
             return len(units) > 0
@@ -340,8 +347,11 @@ class Observer:
     def end_backward(self) -> None:
         """Note that a backward pass has ended: it ends a micro-batch."""
         self._backward_depth -= 1
-        self._late_passes += self.is_over
-        if self._backward_depth or self.is_over or "step0" not in self.recorder.marks:
+        if self._backward_depth or "step0" not in self.recorder.marks:
+            return
+        if self.is_over:
+            self._call_number = 0
+            self._inputs = []
             return
         self.passes += 1
         sequence = self.recorder.sequence
@@ -379,7 +389,6 @@ class Observer:
             return
         if self.is_over:
             self._extra_steps += 1
-            self._late_passes = 0
             if self._extra_steps > EXTRA_STEPS:
                 self.finish()
             return
@@ -396,9 +405,14 @@ class Observer:
             self.is_over = True
             self._over_at = time.monotonic()
             recorder.records_work = False
+            self._trained = self._list_trained()
             self.open_window("")
         elif self.windows[-1].name in (FIRST, STEADY, ""):
             self.open_window(STEADY)
+
+    def _list_trained(self) -> list[Any]:
+        parameters = (parameter for module in self.roots.values() for parameter in module.parameters())
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
     def _close_step(self) -> None:
         """Keep the work of the step: one micro-batch and the optimizer, or all if the passes differ."""
