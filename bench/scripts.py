@@ -428,12 +428,13 @@ def _hugging_face_cases() -> list[ScriptCase]:
             (data.write_qwen, data.write_questions),
             copy="trl",
             packages=(*DATASETS, "trl", "peft"),
+            seconds=600,
         ),
         ScriptCase(
             "diffusers-lora",
             "diffusers",
             images,
-            "accelerate launch --mixed_precision=fp16 train_text_to_image_lora.py"
+            "accelerate launch train_text_to_image_lora.py --mixed_precision=fp16"
             " --pretrained_model_name_or_path=diffusion --train_data_dir=pictures --resolution=512"
             " --train_batch_size=4 --gradient_accumulation_steps=2 --max_train_steps=40 --output_dir=out",
             diffusion,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from trimtab.scripts.generation_patches import Decoding
     from trimtab.scripts.recorder import ScriptRecorder
 
 STEPS = 3
@@ -194,6 +195,8 @@ class Observer:
     """The script's line of the first training call."""
     compiled_graphs: int = 0
     """Graphs that torch's compiler compiled for the script."""
+    decoding: Decoding | None = None
+    """Shortens the generation of texts."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -220,6 +223,16 @@ class Observer:
             # The script changes its parameters itself: what it did after the backward pass was its step.
             self._has_backward = False
             self.end_step(None)
+        if not training and self.decoding is not None and self.decoding.is_decoding(kwargs):
+            self._note_phase(training=False)
+            run = functools.partial(self._enter, call, module, args, kwargs, root=True)
+            return self.decoding.call(run, kwargs)
+        return self._call_root(call, module, args, kwargs, training=training)
+
+    def _call_root(
+        self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any, *, training: bool
+    ) -> Any:
+        """Run a model that the script calls, unless the call repeats one before."""
         key = (id(module), self._call_number if training else -1)
         self._call_number += 1
         signature = describe_inputs(args, kwargs)
