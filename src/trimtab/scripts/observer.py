@@ -35,10 +35,6 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
-BENCHMARK_NOTE = (
-    "torch.backends.cudnn.benchmark is on: while cuDNN tries its kernels in the first step, convolutions may "
-    "take more workspace than is counted here"
-)
 OWN_FOLDER = str(Path(__file__).parent.parent)
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
@@ -119,15 +115,23 @@ class CachedCall:
 
 
 class _SkippedBackward(torch.autograd.Function):
-    """Return an output whose backward pass ends here: the skipped micro-batch adds to existing gradients."""
+    """Return an output whose backward pass ends here: the skipped micro-batch adds to existing gradients.
+
+    After the third step there may be none. Then it leaves some, because a loss scaler wants them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor, trained: list[Any]) -> torch.Tensor:
+        ctx.trained = trained
         return torch.empty_like(like)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, None
+        with torch.no_grad():
+            for parameter in ctx.trained:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+        return None, None, None
 
 
 @dataclass
@@ -178,8 +182,8 @@ class Observer:
     _forward_end: int = 0
     _over_at: float = 0.0
     _extra_steps: int = 0
-    _late_passes: int = 0
-    """Backward passes of the current step, after the third step."""
+    _trained: list[Any] = field(default_factory=list)
+    """Parameters that had a gradient in the third step; empty before."""
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
@@ -190,6 +194,8 @@ class Observer:
     """The script's line of the first training call."""
     compiled_graphs: int = 0
     """Graphs that torch's compiler compiled for the script."""
+    decoding: Any = None
+    """Shortens the generation of texts: the Decoding of generation_patches."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -216,6 +222,16 @@ class Observer:
             # The script changes its parameters itself: what it did after the backward pass was its step.
             self._has_backward = False
             self.end_step(None)
+        if not training and self.decoding is not None and self.decoding.is_decoding(kwargs):
+            self._note_phase(training=False)
+            run = functools.partial(self._enter, call, module, args, kwargs, root=True)
+            return self.decoding.call(run, kwargs)
+        return self._call_root(call, module, args, kwargs, training=training)
+
+    def _call_root(
+        self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any, *, training: bool
+    ) -> Any:
+        """Run a model that the script calls, unless the call repeats one before."""
         key = (id(module), self._call_number if training else -1)
         self._call_number += 1
         signature = describe_inputs(args, kwargs)
@@ -256,7 +272,7 @@ class Observer:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if training and anchor is not None and getattr(leaf, "_trimtab_needs_graph", False):
-                return _SkippedBackward.apply(anchor, leaf)
+                return _SkippedBackward.apply(anchor, leaf, self._trained)
             return torch.empty_like(leaf)
 
         return tree_map(again, outputs)
@@ -265,8 +281,7 @@ class Observer:
         """Return whether the coming micro-batch repeats the ones before it."""
         units = self.units
         if self.is_over:
-            # Skipped calls leave no gradients, and a loss scaler wants some in every step: one pass runs.
-            return self.has_optimizer and self._late_passes > 0
+            return self.has_optimizer
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
             return len(units) > 0
@@ -330,8 +345,6 @@ class Observer:
         if tokens:
             length = tokens[0].shape[-1]
             self.lengths[length] = self.lengths.get(length, 0) + 1
-        if torch.backends.cudnn.benchmark:
-            self.notes[BENCHMARK_NOTE] = None
         self._described = module
         self.note_precision()
 
@@ -346,8 +359,11 @@ class Observer:
     def end_backward(self) -> None:
         """Note that a backward pass has ended: it ends a micro-batch."""
         self._backward_depth -= 1
-        self._late_passes += self.is_over
-        if self._backward_depth or self.is_over or "step0" not in self.recorder.marks:
+        if self._backward_depth or "step0" not in self.recorder.marks:
+            return
+        if self.is_over:
+            self._call_number = 0
+            self._inputs = []
             return
         self.passes += 1
         sequence = self.recorder.sequence
@@ -385,7 +401,6 @@ class Observer:
             return
         if self.is_over:
             self._extra_steps += 1
-            self._late_passes = 0
             if self._extra_steps > EXTRA_STEPS:
                 self.finish()
             return
@@ -402,9 +417,14 @@ class Observer:
             self.is_over = True
             self._over_at = time.monotonic()
             recorder.records_work = False
+            self._trained = self._list_trained()
             self.open_window("")
         elif self.windows[-1].name in (FIRST, STEADY, ""):
             self.open_window(STEADY)
+
+    def _list_trained(self) -> list[Any]:
+        parameters = (parameter for module in self.roots.values() for parameter in module.parameters())
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
     def _close_step(self) -> None:
         """Keep the work of the step: one micro-batch and the optimizer, or all if the passes differ."""
