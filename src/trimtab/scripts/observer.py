@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from trimtab.scripts.generation_patches import Decoding
     from trimtab.scripts.recorder import ScriptRecorder
 
 STEPS = 3
@@ -36,10 +35,6 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
-BENCHMARK_NOTE = (
-    "torch.backends.cudnn.benchmark is on: while cuDNN tries its kernels in the first step, convolutions may "
-    "take more workspace than is counted here"
-)
 OWN_FOLDER = str(Path(__file__).parent.parent)
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
@@ -199,8 +194,8 @@ class Observer:
     """The script's line of the first training call."""
     compiled_graphs: int = 0
     """Graphs that torch's compiler compiled for the script."""
-    decoding: Decoding | None = None
-    """Shortens the generation of texts."""
+    decoding: Any = None
+    """Shortens the generation of texts: the Decoding of generation_patches."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -350,8 +345,6 @@ class Observer:
         if tokens:
             length = tokens[0].shape[-1]
             self.lengths[length] = self.lengths.get(length, 0) + 1
-        if torch.backends.cudnn.benchmark:
-            self.notes[BENCHMARK_NOTE] = None
         self._described = module
         self.note_precision()
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
-from trimtab.spec.trace import ENTER, GRADIENT, LEAVE
+from trimtab.spec.trace import EMPTY_CACHE, ENTER, GRADIENT, LEAVE, SEARCH
 from trimtab.trace.fake_cuda import FakeStream
 from trimtab.trace.fake_ops import PARTS_ATTRIBUTE, is_sparse, list_storage_tensors
 from trimtab.trace.op_cost import FIND_POSITIONS, describe_work, needs_positions
@@ -75,6 +75,8 @@ ENTER_WORK, LEAVE_WORK = (Work(op=op, kind="call", dtype="", kernels=0) for op i
 PLAIN_TYPES = (FakeTensor,)
 UNSHARED_USE_COUNT = 2
 """Use count of a storage that belongs to one tensor: that tensor, and the Python object that reads it."""
+SEARCH_SHARE = 0.85
+"""Share of the device's memory up to which a search of cuDNN counts: torch leaves out what does not fit."""
 SKIPPED_OPS = {"prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}
 
 
@@ -256,6 +258,8 @@ class Recorder(TorchDispatchMode):
                 self._record_result(results.pop() if results else None, name)
             elif request.size and request.kind == "hold":
                 workspaces.append(self._add_allocation(request.size, "workspace", name))
+            elif request.kind == "search":
+                self.record_search(request)
             elif request.size or request.cause:
                 self.add_temporary(request.size, name, request.cause)
         for leaf in results:
@@ -265,6 +269,16 @@ class Recorder(TorchDispatchMode):
             library = "cuDNN" if name == "aten::_cudnn_rnn" else "cuBLAS"
             self._add_allocation(persistent, "workspace", library)
         self.order.extend(~number for number in workspaces)
+
+    def record_search(self, request: MemoryRequest) -> None:
+        """Record the largest trial of cuDNN that fits beside what is live; torch then empties its cache."""
+        live = sum(self.sizes[event] if event >= 0 else -self.sizes[~event] for event in self.order)
+        room = int(SEARCH_SHARE * self.kernels.target.memory_bytes) - live
+        if request.size <= room:
+            self.add_temporary(request.size, SEARCH, request.cause)
+        else:
+            self.add_temporary(next((size for size in request.smaller if size <= room), 0), SEARCH)
+        self.add_temporary(0, EMPTY_CACHE)
 
     def _select_new(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors whose storage is not recorded yet."""
