@@ -977,7 +977,22 @@ def _render_command(plan: Plan) -> list[RenderableType]:
     if len(line) > COMMAND_WIDTH:
         line = shell_line(plan.script.words)
     changes = [render_labelled("changed", change, "dim") for change in plan.script.changes]
+    in_files = [change for change in plan.script.edits if change.file]
+    only_there = [change for change in in_files if change.form == "config"]
+    first: list[RenderableType] = []
+    if only_there:
+        rows = [Text(f"   {escape_control(change.text)}", style="bold green") for change in only_there]
+        how = render_labelled("write it", "trimtab apply PLAN, for a plan from --out", "dim")
+        first = [Text(" change this", style="bold"), *rows, how, Text()]
+        known = {change.text for change in only_there}
+        changes = [
+            render_labelled("changed", change, "dim") for change in plan.script.changes if change not in known
+        ]
+    elif in_files:
+        texts = "; ".join(change.text for change in in_files)
+        changes.append(render_labelled("or in files", f"{texts} (trimtab apply writes it)", "dim"))
     return [
+        *first,
         Text(" type this", style="bold"),
         *(Text(f"   {escape_control(part)}", style="bold green") for part in line.split("\n")),
         *changes,

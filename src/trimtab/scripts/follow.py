@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import EnvironmentFault, JobFailed, error_from_dict
+from trimtab.scripts.apply import list_file_texts
 from trimtab.scripts.command import format_command
 from trimtab.scripts.interpreters import can_import_trimtab
 from trimtab.scripts.offline import sandbox_environment
@@ -58,6 +59,7 @@ def follow_script(
             device=device,
             devices=devices or command.processes,
             scratch=str(scratch / "files"),
+            files=list_file_texts(command.changes),
         )
         request.write_text(asked.to_json(), encoding="utf-8")
         with log.open("wb") as output:

@@ -14,6 +14,8 @@ class ScriptRequest(Noun, frozen=True, kw_only=True):
     """GPUs that the script sees on its node."""
     scratch: str
     """Folder that takes whatever the script writes."""
+    files: dict[str, str] = {}
+    """Texts of config files that the script finds in place of the user's, by absolute path."""
 
 
 class ScriptResult(Noun, frozen=True, kw_only=True):

@@ -338,7 +338,9 @@ class ScriptSearch:
                     cure="Give fewer values with --vary.",
                 )
             self.say(f"run {len(self.attempts) + 1}: {', '.join(changes) or 'the command as it is'}")
-            outcome["run"] = self.run_script(command, self.cluster)
+            run = self.run_script(command, self.cluster)
+            self._refuse_no_effect(setting, run, changes)
+            outcome["run"] = run
         except TrimtabError as error:
             outcome["error"] = error
         return ScriptAttempt(
@@ -349,6 +351,20 @@ class ScriptSearch:
             limit_bytes=self.limit_bytes,
             **outcome,
         )
+
+    def _refuse_no_effect(self, setting: Setting, run: ScriptRun, changes: tuple[str, ...]) -> None:
+        """Raise if the script did the same as without the change of the batch: it reads it from elsewhere."""
+        first = self.attempts[0].run if self.attempts else None
+        if first is None or setting.micro_batch == self.attempts[0].setting.micro_batch:
+            return
+        seen, before = run.setting, first.setting
+        is_same = (seen.micro_batch, seen.accumulation) == (before.micro_batch, before.accumulation)
+        if is_same and run.estimate.allocated_bytes == first.estimate.allocated_bytes:
+            raise WrongUse(
+                ", ".join(changes),
+                found=f"it changes nothing: the model still gets {seen.micro_batch} samples",
+                cure="Name the option that sets the batch size with --vary.",
+            )
 
 
 def describe_attempt(attempt: ScriptAttempt) -> str:

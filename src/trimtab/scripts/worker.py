@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
 from trimtab.scripts.launchers import launcher_environment
+from trimtab.scripts.overlay import put_files
 from trimtab.scripts.result import ScriptRequest, ScriptResult
 from trimtab.scripts.sandbox import install_sandbox
 from trimtab.trace.child_process import end_with_parent
@@ -33,6 +34,7 @@ def run_worker(request_file: str, result_file: str) -> None:
     request = ScriptRequest.from_json(Path(request_file).read_bytes())
     command = request.command
     _set_environment(request)
+    put_files(request.files, Path(request.scratch))
     sandbox = install_sandbox(
         Path(request.scratch), script=command.target, writable=[Path(result_file).parent]
     )
