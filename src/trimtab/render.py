@@ -685,7 +685,12 @@ def render_script(found: ScriptEstimate) -> RenderableType:
         phases.add_column(title, justify=justify, header_style="dim", no_wrap=True)  # type: ignore[arg-type]
     for phase in found.phases:
         phases.add_row(phase.name, format_bytes(phase.allocated_bytes), format_bytes(phase.reserved_bytes))
-    writes = [Text(f" not written: {line}", style="dim") for line in found.script.writes[:5]]
+    writes: list[RenderableType] = [
+        Text(f" not written: {line}", style="dim") for line in found.script.writes[:5]
+    ]
+    if found.script.is_cached:
+        cached = "the same command, files and versions were followed before; --no-cache follows it again"
+        writes.append(render_labelled("from the cache", cached, "dim"))
     return Group(
         render_estimate(found.estimate, found.peaks, heading=heading),
         Text(),

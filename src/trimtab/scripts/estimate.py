@@ -52,7 +52,11 @@ class ScriptEstimate:
 
 
 def estimate_script(
-    command: ScriptCommand, cluster: Cluster, *, say: Callable[[str], None] | None = None
+    command: ScriptCommand,
+    cluster: Cluster,
+    *,
+    say: Callable[[str], None] | None = None,
+    cache: bool = True,
 ) -> ScriptEstimate:
     """Follow a command on the smallest device of a cluster, and estimate it there."""
     device = smallest_device(cluster)
@@ -61,7 +65,7 @@ def estimate_script(
     refuse_too_few(command, cluster)
     per_node = max(len(node.devices) for node in cluster.nodes)
     devices = command.processes if command.launcher != "python" else per_node
-    result = follow_script(command, device, devices=devices, say=say)
+    result = follow_script(command, device, devices=devices, say=say, cache=cache)
     return estimate_result(command, result, cluster)
 
 
@@ -100,7 +104,11 @@ def estimate_result(command: ScriptCommand, result: ScriptResult, cluster: Clust
         trace=trace,
         setting=setting,
         script=ScriptReport(
-            command=format_command(command), found=facts, writes=result.writes, notes=tuple(notes)
+            command=format_command(command),
+            found=facts,
+            writes=result.writes,
+            notes=tuple(notes),
+            is_cached=result.is_cached,
         ),
         phases=measure_phases(trace, result),
         device=device,

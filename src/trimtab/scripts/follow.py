@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import EnvironmentFault, JobFailed, error_from_dict
 from trimtab.scripts.apply import list_file_texts
+from trimtab.scripts.cache import load_followed, make_followed_key, store_followed
 from trimtab.scripts.command import format_command
 from trimtab.scripts.interpreters import can_import_trimtab
 from trimtab.scripts.offline import sandbox_environment
@@ -31,18 +32,39 @@ TAIL_LINES = 12
 PACKAGE_PARENT = Path(__file__).parent.parent.parent
 
 
-def follow_script(
+def follow_script(  # noqa: PLR0913 - a command, where it runs, and how
     command: ScriptCommand,
     device: Device,
     *,
     devices: int | None = None,
     timeout_s: float = TIMEOUT_S,
     say: Callable[[str], None] | None = None,
+    cache: bool = False,
 ) -> ScriptResult:
     """Return what a command did in its first three optimizer steps on a device; raise its error.
 
-    `devices` is how many GPUs its node has; `say` gets the last line that the script printed.
+    `devices` is how many GPUs its node has; `say` gets the last line that the script printed. With `cache`,
+    the result of the same command with the same files, versions and variables is taken from the cache.
     """
+    asked = ScriptRequest(
+        command=command,
+        device=device,
+        devices=devices or command.processes,
+        scratch="-",
+        files=list_file_texts(command.changes),
+    )
+    key = make_followed_key(asked)
+    cached = load_followed(key) if cache else None
+    if cached is not None:
+        return cached
+    result = _follow(asked, timeout_s=timeout_s, say=say)
+    store_followed(key, result)
+    return result
+
+
+def _follow(asked: ScriptRequest, *, timeout_s: float, say: Callable[[str], None] | None) -> ScriptResult:
+    """Run a command in a child process, and return what it did."""
+    command = asked.command
     problem = can_import_trimtab(command.interpreter)
     if problem:
         raise EnvironmentFault(
@@ -54,13 +76,7 @@ def follow_script(
         scratch = Path(folder)
         request, answer, log = (scratch / name for name in ("request.json", "result.json", "output.txt"))
         (scratch / "files").mkdir()
-        asked = ScriptRequest(
-            command=command,
-            device=device,
-            devices=devices or command.processes,
-            scratch=str(scratch / "files"),
-            files=list_file_texts(command.changes),
-        )
+        asked = asked.replace(scratch=str(scratch / "files"))
         request.write_text(asked.to_json(), encoding="utf-8")
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: S603 - the user's own command

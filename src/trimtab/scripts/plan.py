@@ -125,7 +125,7 @@ def plan_script(  # noqa: PLR0913 - what a plan depends on
             writes=report.writes,
             notes=tuple(
                 note
-                for note in dict.fromkeys((*knobs.notes, *notes, *report.notes))
+                for note in dict.fromkeys((*knobs.notes, *notes, *report.notes, *_describe_cached(search)))
                 if note not in estimate.assumptions
             ),
             edits=applied.changes,
@@ -133,6 +133,15 @@ def plan_script(  # noqa: PLR0913 - what a plan depends on
         ),
         phases=best.run.phases,
     )
+
+
+def _describe_cached(search: ScriptSearch) -> list[str]:
+    """Return a note if runs of the search came from the cache."""
+    runs = [attempt.run for attempt in search.attempts if attempt.run is not None]
+    cached = sum(run.script.is_cached for run in runs)
+    if not cached:
+        return []
+    return [f"{cached} of {len(runs)} runs came from the cache; --no-cache follows the script again"]
 
 
 def _fingerprint_files(sources: Mapping[str, str], applied: ScriptCommand) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trimtab.scripts.inputs import ScriptInput
 from trimtab.spec import Device, Noun, ScriptCommand, ScriptFact, Trace
 
 
@@ -39,3 +40,6 @@ class ScriptResult(Noun, frozen=True, kw_only=True):
     writes: tuple[str, ...] = ()
     """Files that the script would have written, with their sizes."""
     notes: tuple[str, ...] = ()
+    inputs: tuple[ScriptInput, ...] | None = None
+    """Files that the script read; None if there are too many to cache the result."""
+    is_cached: bool = False

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
+from trimtab.scripts.inputs import InputRecord
 from trimtab.scripts.launchers import launcher_environment
 from trimtab.scripts.overlay import put_files
 from trimtab.scripts.result import ScriptRequest, ScriptResult
@@ -25,6 +26,8 @@ from trimtab.units import format_bytes
 if TYPE_CHECKING:
     from trimtab.scripts.observer import Observer
     from trimtab.scripts.sandbox_record import SandboxRecord
+
+OWN_FOLDER = str(Path(__file__).parent.parent)
 
 
 def run_worker(request_file: str, result_file: str) -> None:
@@ -54,12 +57,15 @@ def run_worker(request_file: str, result_file: str) -> None:
     observer: Observer
 
     def finish() -> None:
-        _write(result_file, make_result(observer, sandbox))
+        result = make_result(observer, sandbox)
+        _write(result_file, result.replace(inputs=inputs.list_inputs()))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
     observer = Observer(recorder, finish)
+    inputs = InputRecord([request.scratch, str(Path(result_file).parent), OWN_FOLDER])
+    inputs.install()
     install_patches(observer, world_size=command.world_size, devices=request.devices)
     recorder.mark_phase("build", "weights")
     torch._C._set_only_lift_cpu_tensors(True)
