@@ -664,6 +664,7 @@ FACT_LABELS = {
     "micro_batch": "micro-batch",
     "micro_batches_seen": "micro-batches",
     "global_batch": "global batch",
+    "longest_possible": "longest",
     "gpus": "GPUs",
 }
 """Names of facts for people, where they differ from the JSON."""
@@ -685,6 +686,7 @@ def render_script(found: ScriptEstimate) -> RenderableType:
         phases.add_column(title, justify=justify, header_style="dim", no_wrap=True)  # type: ignore[arg-type]
     for phase in found.phases:
         phases.add_row(phase.name, format_bytes(phase.allocated_bytes), format_bytes(phase.reserved_bytes))
+    notes = [render_labelled(phase.name, phase.note, "dim") for phase in found.phases if phase.note]
     writes: list[RenderableType] = [
         Text(f" not written: {line}", style="dim") for line in found.script.writes[:5]
     ]
@@ -697,6 +699,7 @@ def render_script(found: ScriptEstimate) -> RenderableType:
         Padding(facts, (0, 0, 0, 1), expand=False),
         Text(),
         Padding(phases, (0, 0, 0, 1), expand=False),
+        *notes,
         *writes,
     )
 

@@ -160,6 +160,8 @@ class Observer:
     """Backward passes."""
     fetched: dict[int, int] = field(default_factory=dict)
     """Batches that loaders gave during training, by their number of samples."""
+    training_loader: Any = None
+    """The first loader that gave batches for training."""
     loader_s: float = 0.0
     loader_batches: int = 0
     notes: dict[str, None] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trimtab.scripts.inputs import ScriptInput
+from trimtab.scripts.longest import LongestSample
 from trimtab.spec import Device, Noun, ScriptCommand, ScriptFact, Trace
 
 
@@ -43,6 +44,8 @@ class ScriptResult(Noun, frozen=True, kw_only=True):
     """Training calls of the model by the first side of their input: the side, and how many."""
     lengths: tuple[tuple[int, int], ...] = ()
     """The same by the second side of an input of indices: the length of sequences."""
+    longest: LongestSample | None = None
+    """The longest sequence that the data set can give; None if it does not say."""
     loader_s: float | None = None
     """Mean seconds of the CPU for one batch of the script's loaders; None if it has none."""
     writes: tuple[str, ...] = ()

@@ -36,6 +36,19 @@ RECOMPUTE_COST = 1.25
 """Recomputing all blocks takes about this much more computation: 4 passes of the model instead of 3."""
 
 
+LONGEST = "longest batch"
+"""The phase of a step with the longest batch that the data set can give."""
+
+
+def need_with_longest(estimate: Estimate, phases: Sequence[PhasePeak]) -> int:
+    """Return the free memory that a script needs, with the longest batch of its data set."""
+    longest = next((phase for phase in phases if phase.name == LONGEST), None)
+    if longest is None:
+        return estimate.need_bytes
+    process = estimate.process_bytes - estimate.reserved_bytes + longest.reserved_bytes
+    return max(estimate.need_bytes, estimate.with_band(process))
+
+
 class ScriptRun(Protocol):
     """What a run of a command on the pretended GPU showed."""
 
@@ -76,8 +89,8 @@ class ScriptAttempt:
 
     @property
     def need_bytes(self) -> int:
-        """Memory that it needs; 0 if it failed."""
-        return 0 if self.run is None else self.run.estimate.need_bytes
+        """Memory that it needs, with the longest batch; 0 if it failed."""
+        return 0 if self.run is None else need_with_longest(self.run.estimate, self.run.phases)
 
     @property
     def fits(self) -> bool:

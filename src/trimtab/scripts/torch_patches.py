@@ -197,6 +197,8 @@ def _patch_loaders(observer: Observer) -> None:
             iterator: Any = _SingleProcessDataLoaderIter(loader)
             iterator._trimtab_is_late = observer.is_over and "_trimtab_is_used" not in loader.__dict__
             loader.__dict__["_trimtab_is_used"] = True
+            if not observer.is_over and torch.is_grad_enabled():
+                observer.training_loader = observer.training_loader or loader
             return iterator
         finally:
             loader.__dict__["num_workers"] = workers

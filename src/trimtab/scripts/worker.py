@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
 from trimtab.scripts.inputs import InputRecord
 from trimtab.scripts.launchers import launcher_environment
+from trimtab.scripts.longest import find_longest
 from trimtab.scripts.overlay import put_files
 from trimtab.scripts.result import ScriptRequest, ScriptResult
 from trimtab.scripts.sandbox import install_sandbox
@@ -127,6 +128,7 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
         fetched=tuple(observer.fetched.items()),
         micro_batches=tuple(observer.micro_batches.items()),
         lengths=tuple(observer.lengths.items()),
+        longest=find_longest(observer.training_loader) if observer.lengths else None,
         loader_s=observer.loader_s / observer.loader_batches if observer.loader_batches else None,
         **_describe_sandbox(sandbox),
     )
