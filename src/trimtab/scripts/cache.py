@@ -42,8 +42,10 @@ _IGNORED_PREFIXES = (
 
 def make_followed_key(request: ScriptRequest) -> str:
     """Return the cache key of a request: all but the scratch folder and the files that the script reads."""
+    # The words and the files say what the changes do.
+    command = request.command.replace(changes=(), notes=())
     return fingerprint(
-        request.replace(scratch="-").to_builtins(),
+        request.replace(command=command, scratch="-").to_builtins(),
         str(Path.cwd()),
         _list_variables(os.environ),
         _list_packages(request.command.interpreter),

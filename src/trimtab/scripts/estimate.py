@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.errors import WrongUse
+from trimtab.errors import TrimtabError, WrongUse
 from trimtab.planner.estimates import refuse_emulated, smallest_device
+from trimtab.planner.plan_files import rebuild_cluster
 from trimtab.predict.allocator import AllocatorConfig, replay
 from trimtab.predict.calibration import read_own_calibration
 from trimtab.predict.capacity import judge_fully
 from trimtab.predict.estimate import estimate_trace
 from trimtab.predict.memory import allocator_events
 from trimtab.scripts.command import format_command, set_processes
-from trimtab.scripts.follow import follow_script
+from trimtab.scripts.follow import find_followed, follow_script
 from trimtab.scripts.script_search import LONGEST, need_with_longest
 from trimtab.spec import (
     Allocator,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.scripts.result import ScriptResult
-    from trimtab.spec import Cluster, Device, Estimate, ScriptCommand, Trace
+    from trimtab.spec import Cluster, Device, Estimate, Plan, ScriptCommand, Trace
 
 PHASES = ("first step", "steady step", "evaluation", "save")
 
@@ -62,14 +64,39 @@ def estimate_script(
     cache: bool = True,
 ) -> ScriptEstimate:
     """Follow a command on the smallest device of a cluster, and estimate it there."""
-    device = smallest_device(cluster)
-    if command.processes_follow_gpus:
-        command = set_processes(command, max(len(node.devices) for node in cluster.nodes))
+    command, device, devices = _place_command(command, cluster)
     refuse_too_few(command, cluster)
-    per_node = max(len(node.devices) for node in cluster.nodes)
-    devices = command.processes if command.launcher != "python" else per_node
     result = follow_script(command, device, devices=devices, say=say, cache=cache)
     return estimate_result(command, result, cluster)
+
+
+def _place_command(command: ScriptCommand, cluster: Cluster) -> tuple[ScriptCommand, Device, int]:
+    """Return a command with its processes on a cluster, the device that it sees, and how many of them."""
+    per_node = max(len(node.devices) for node in cluster.nodes)
+    if command.processes_follow_gpus:
+        command = set_processes(command, per_node)
+    devices = command.processes if command.launcher != "python" else per_node
+    return command, smallest_device(cluster), devices
+
+
+def read_followed_trace(plan: Plan) -> Trace | None:
+    """Return the trace of a plan's command from the cache; None if it is not there."""
+    import contextlib
+    import os
+
+    from trimtab.scripts.command import parse_command
+
+    if plan.script is None or not Path(plan.folder or ".").is_dir():
+        return None
+    with contextlib.chdir(plan.folder or "."):
+        try:
+            command = parse_command(plan.script.words, environment=os.environ)
+            command, device, devices = _place_command(command, rebuild_cluster(plan))
+            changes = [change for change in plan.script.edits if change.form == "config"]
+            result = find_followed(command.replace(changes=tuple(changes)), device, devices=devices)
+        except TrimtabError:
+            return None
+    return None if result is None else result.trace
 
 
 def refuse_too_few(command: ScriptCommand, cluster: Cluster) -> None:

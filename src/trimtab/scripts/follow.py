@@ -46,13 +46,7 @@ def follow_script(  # noqa: PLR0913 - a command, where it runs, and how
     `devices` is how many GPUs its node has; `say` gets the last line that the script printed. With `cache`,
     the result of the same command with the same files, versions and variables is taken from the cache.
     """
-    asked = ScriptRequest(
-        command=command,
-        device=device,
-        devices=devices or command.processes,
-        scratch="-",
-        files=list_file_texts(command.changes),
-    )
+    asked = _make_request(command, device, devices)
     key = make_followed_key(asked)
     cached = load_followed(key) if cache else None
     if cached is not None:
@@ -60,6 +54,23 @@ def follow_script(  # noqa: PLR0913 - a command, where it runs, and how
     result = _follow(asked, timeout_s=timeout_s, say=say)
     store_followed(key, result)
     return result
+
+
+def find_followed(
+    command: ScriptCommand, device: Device, *, devices: int | None = None
+) -> ScriptResult | None:
+    """Return the cached result of a command; None if it was not followed with these files."""
+    return load_followed(make_followed_key(_make_request(command, device, devices)))
+
+
+def _make_request(command: ScriptCommand, device: Device, devices: int | None) -> ScriptRequest:
+    return ScriptRequest(
+        command=command,
+        device=device,
+        devices=devices or command.processes,
+        scratch="-",
+        files=list_file_texts(command.changes),
+    )
 
 
 def _follow(asked: ScriptRequest, *, timeout_s: float, say: Callable[[str], None] | None) -> ScriptResult:
