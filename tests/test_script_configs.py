@@ -212,7 +212,9 @@ def test_what_is_no_config_of_the_training_is_left_alone(
         model_dot_yaml="batch_size: 4",
     )
     command = "python train.py --train_file data.json --config broken.yaml --model_config model.yaml"
-    assert find(command)[1].of("micro_batch", "round_batch", "global_batch") == ()
+    knobs = find(command)[1]
+    assert knobs.of("micro_batch", "round_batch", "global_batch") == ()
+    assert knobs.notes[0].startswith("the keys of broken.yaml are not used as options: broken.yaml:2")
 
 
 def write_plain() -> None:

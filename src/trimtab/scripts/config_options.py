@@ -113,6 +113,17 @@ def read_config_options(
     return merged
 
 
+def list_unread_configs(command: ScriptCommand, sources: Sources) -> list[str]:
+    """Return a note on each config file that a command names and whose keys cannot be read."""
+    notes = []
+    for file in list_named_configs(command.arguments):
+        try:
+            read_config(sources.get(file, "{}"), file)
+        except TrimtabError as error:
+            notes.append(f"the keys of {file} are not used as options: {error.given}: {error.found}")
+    return notes
+
+
 def _choose_files(command: ScriptCommand, sources: Sources) -> list[str]:
     """Return the config files of a command; if it names none, those that the script's text names."""
     named = [file for file in list_named_configs(command.arguments) if file in sources]

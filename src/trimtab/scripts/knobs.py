@@ -18,7 +18,7 @@ import msgspec
 
 from trimtab.errors import UnknownName, WrongUse, find_nearest
 from trimtab.scripts.command_options import find_value, is_true, list_typed_options
-from trimtab.scripts.config_options import ConfigStyle, find_style, read_config_options
+from trimtab.scripts.config_options import ConfigStyle, find_style, list_unread_configs, read_config_options
 from trimtab.scripts.script_options import (
     OptionForm,
     OptionValue,
@@ -181,7 +181,7 @@ def find_knobs(command: ScriptCommand, sources: Sources | None = None) -> KnobSe
     options = read_config_options(command, sources, options, style)
     options += list_typed_options(command, options, lambda name: table.find(name) is not None)
     knobs: list[ScriptKnob] = []
-    notes: list[str] = []
+    notes = list_unread_configs(command, sources)
     for option in options:
         row = _find_row(table, option)
         if row is None or (option.names[0] == "-b" and len(option.names) == 1 and row.field != "batch"):
