@@ -38,7 +38,8 @@ class ScriptRecorder(Recorder):
         kwargs = kwargs or {}
         device = kwargs.get("device")
         is_fake = FakeTensor in types
-        if not is_fake and not types and (device is None or torch.device(device).type != "cuda"):
+        is_plain = not is_fake and all(map(_is_plain, types))
+        if is_plain and (device is None or torch.device(device).type != "cuda"):
             if kwargs.get("pin_memory"):
                 kwargs = kwargs | {"pin_memory": False}
             return func(*args, **kwargs)
@@ -88,6 +89,12 @@ class ScriptRecorder(Recorder):
         if isinstance(out, FakeTensor) and real.numel() <= KNOWN_NUMBERS and not real.is_floating_point():
             with _disable_current_modes():
                 setattr(out, REAL_ATTRIBUTE, real.detach().to(out.dtype).clone())
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether tensors of a class do nothing of their own: a parameter on `meta`, for example."""
+    is_plain: bool = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return is_plain
 
 
 def make_real(tensor: Any, dtype: torch.dtype | None) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trimtab.errors import CannotFollow
 from trimtab.scripts.compile_patches import patch_compile
 from trimtab.scripts.file_patches import patch_files
+from trimtab.scripts.generation_patches import patch_generation
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
 from trimtab.scripts.observer import Observer, find_script_line, put
@@ -46,6 +47,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int) -> Non
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
     patch_triton(observer)
+    patch_generation(observer)
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.
@@ -82,6 +84,15 @@ def _patch_fake_tensors(fake_mode: Any) -> None:
 
     for method in ("numpy", "tolist", "__array__", "__format__"):
         setattr(FakeTensor, method, as_real(method))
+    create: Any = FakeTensor.__new__
+
+    def new(cls: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(first, torch.Tensor) and cls is FakeTensor:
+            # Libraries make another parameter of the same class: type(parameter)(data, requires_grad=False).
+            return torch.nn.Parameter(first, kwargs.get("requires_grad", *args[:1] or (True,)))
+        return create(cls, first, *args, **kwargs)
+
+    put(FakeTensor, "__new__", staticmethod(new))
     # Frameworks find the same parameter again by its address.
     put(FakeTensor, "data_ptr", find_address)
     original: Any = torch.Tensor.data
@@ -172,6 +183,8 @@ def _patch_backward(observer: Observer) -> None:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         observer.begin_backward()
+        if observer.last_loader is not None:
+            observer.last_loader.__dict__[TRAINS] = True
         # A script may read its gradients through an optimizer that it made before it moved the model.
         for optimizer in made_optimizers:
             find_moved_parameters(optimizer)
@@ -195,8 +208,7 @@ def _patch_loaders(observer: Observer) -> None:
         loader.__dict__["num_workers"] = 0
         try:
             iterator: Any = _SingleProcessDataLoaderIter(loader)
-            iterator._trimtab_is_late = observer.is_over and "_trimtab_is_used" not in loader.__dict__
-            loader.__dict__["_trimtab_is_used"] = True
+            iterator._trimtab_loader = loader
             if not observer.is_over and torch.is_grad_enabled():
                 observer.training_loader = observer.training_loader or loader
             return iterator
@@ -209,14 +221,16 @@ def _patch_loaders(observer: Observer) -> None:
     def next_batch(iterator: Any) -> Any:
         observer.check_time()
         count = iterator.__dict__.setdefault("_trimtab_count", 0)
-        # A loader that was in use in the third step ends; a new one may be for an evaluation.
-        late = iterator.__dict__.get("_trimtab_is_late", False)
-        if observer.is_over and ((torch.is_grad_enabled() and not late) or count >= LAST_BATCHES):
+        loader = iterator.__dict__.get("_trimtab_loader", iterator)
+        # A loader for training ends; others may be for evaluations, of which there can be one in each epoch.
+        trains = getattr(loader, TRAINS, False) and torch.is_grad_enabled()
+        if observer.is_over and (trains or count >= LAST_BATCHES):
             raise StopIteration
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
             raise StopIteration
         iterator._trimtab_count = count + 1
+        observer.last_loader = loader
         begin = time.perf_counter()
         batch = original(iterator)
         observer.loader_s += time.perf_counter() - begin
@@ -244,6 +258,8 @@ def _patch_fetchers(observer: Observer) -> None:
         put(kind, "fetch", watch(kind.fetch))
 
 
+TRAINS = "_trimtab_trains"
+"""Attribute of a loader whose batches are trained on."""
 LAST_BATCHES = 3
 """Batches that a loader gives after the third step, and in an evaluation."""
 
