@@ -42,7 +42,6 @@ def run_worker(request_file: str, result_file: str) -> None:
     request = ScriptRequest.from_json(Path(request_file).read_bytes())
     command = request.command
     _set_environment(request)
-    put_files(request.files, Path(request.scratch))
     sandbox = install_sandbox(
         Path(request.scratch), script=command.target, writable=[Path(result_file).parent]
     )
@@ -64,13 +63,10 @@ def run_worker(request_file: str, result_file: str) -> None:
     def finish() -> None:
         result = make_result(observer, sandbox)
         _write(result_file, result.replace(inputs=inputs.list_inputs()))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        _end_process()
 
     observer = Observer(recorder, finish)
-    inputs = InputRecord([request.scratch, str(Path(result_file).parent), OWN_FOLDER])
-    inputs.install()
+    inputs = _record_inputs([request.scratch, str(Path(result_file).parent), OWN_FOLDER])
     install_patches(observer, world_size=command.world_size, devices=request.devices)
     recorder.mark_phase("build", "weights")
     torch._C._set_only_lift_cpu_tensors(True)
@@ -98,8 +94,22 @@ def run_worker(request_file: str, result_file: str) -> None:
     finish()
 
 
+def _end_process() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _record_inputs(skipped: list[str]) -> InputRecord:
+    """Record from now on which files the script reads."""
+    inputs = InputRecord(skipped)
+    inputs.install()
+    return inputs
+
+
 def _set_environment(request: ScriptRequest) -> None:
     command = request.command
+    put_files(request.files, Path(request.scratch))
     os.environ.update(command.environment)
     # Fake tensors belong to one thread.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
