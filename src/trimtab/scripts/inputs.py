@@ -57,7 +57,7 @@ class InputRecord:
         name = arguments[0] if arguments else None
         if not isinstance(name, str | bytes) or len(self.paths) > MOST_INPUTS:
             return
-        if event != "open" and sys._getframe(1).f_code.co_filename.startswith("<frozen importlib"):
+        if event != "open" and _is_importing():
             # The importer lists the script's folder; a new file there, such as a plan, changes nothing.
             return
         flags = arguments[2] if event == "open" and len(arguments) > 2 else 0  # noqa: PLR2004 - path, mode, flags
@@ -89,6 +89,18 @@ class InputRecord:
         if len(self.paths) > MOST_INPUTS:
             return None
         return tuple(ScriptInput(path=path, state=read_state(path)) for path in sorted(self.paths))
+
+
+def _is_importing() -> bool:
+    """Return whether Python's importer lists a folder, perhaps through the functions of the sandbox."""
+    frame = sys._getframe(2)
+    for _ in range(5):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
 
 
 def read_state(path: str) -> str:
