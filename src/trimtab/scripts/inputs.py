@@ -95,7 +95,9 @@ def _is_importing() -> bool:
     """Return whether Python's importer lists a folder, perhaps through the functions of the sandbox."""
     frame = sys._getframe(2)
     for _ in range(5):
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        name = frame.f_code.co_filename
+        # importlib.metadata lists every folder of sys.path in search of installed packages.
+        if name.startswith("<frozen importlib") or "/importlib/metadata/" in name:
             return True
         if frame.f_back is None:
             break
