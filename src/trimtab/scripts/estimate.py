@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from trimtab.scripts.result import ScriptResult
     from trimtab.spec import Cluster, Device, Estimate, ScriptCommand, Trace
 
+SEEN_FACTS = (
+    "precision",
+    "optimizer",
+    "recompute",
+    "compile",
+    "gpus",
+    "strategy",
+    "tensor_parallel",
+    "loader",
+)
+"""What the script's own calls show, in the order in which it is listed."""
 PHASES = ("first step", "steady step", "evaluation", "save")
 
 
@@ -114,11 +125,19 @@ def describe_setting(
     seen = {fact.name: fact for fact in result.facts}
     notes = [*command.notes, *result.notes]
     gpus = int(seen["gpus"].value) if "gpus" in seen else 1
-    strategy = Strategy(seen["strategy"].value) if "strategy" in seen and gpus > 1 else usual_strategy(1)[0]
-    if not STRATEGIES[strategy].needs_several_gpus and max(gpus, command.world_size) > 1:
+    tensor_parallel = int(seen["tensor_parallel"].value) if "tensor_parallel" in seen else 1
+    if tensor_parallel > 1:
+        gpus = max(1, gpus // tensor_parallel)
         notes.append(
-            f"{max(gpus, command.world_size)} processes were started, and no DistributedDataParallel or FSDP "
-            "was seen: the estimate is of one of them, training by itself"
+            f"tensor parallelism over {tensor_parallel} GPUs: memory is that of one of them; the step time "
+            "leaves out what they send to each other"
+        )
+    strategy = Strategy(seen["strategy"].value) if "strategy" in seen and gpus > 1 else usual_strategy(1)[0]
+    started = max(gpus, command.world_size // tensor_parallel)
+    if not STRATEGIES[strategy].needs_several_gpus and started > 1:
+        notes.append(
+            f"{started} processes were started, and no DistributedDataParallel or FSDP was seen: the "
+            "estimate is of one of them, training by itself"
         )
         gpus = 1
     mesh = STRATEGIES[strategy].mesh(gpus, nodes=command.nodes if gpus > 1 else 1, branches=0)
@@ -182,8 +201,7 @@ def _list_facts(
         longest = max(length for length, _ in result.lengths)
         where = "the longest input of indices in training"
         facts.append(ScriptFact(name="sequence", value=str(longest), where=where))
-    names = ("precision", "optimizer", "recompute", "compile", "gpus", "strategy", "loader")
-    facts += [seen[name] for name in names if name in seen]
+    facts += [seen[name] for name in SEEN_FACTS if name in seen]
     for name, nothing in (("recompute", "none"), ("compile", "false"), ("gpus", "1"), ("strategy", "single")):
         if name not in seen:
             facts.append(ScriptFact(name=name, value=nothing, where="nothing of the kind was called"))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from trimtab.scripts.observer import SAVE, Observer, put
+from trimtab.scripts.observer import SAVE, Observer, find_script_line, put
 from trimtab.trace.fake_cuda import MODULE_PATCHES
 
 SAVED_KEY = "trimtab_saved_object"
@@ -45,11 +45,45 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
         found = original_load(f, *args, **kwargs)
         return saved[found[SAVED_KEY]] if isinstance(found, dict) and SAVED_KEY in found else found
 
+    _patch_downloads(observer)
     put(torch, "save", save)
     put(torch, "load", load)
     for module in IDENTIFYING_MODULES:
         MODULE_PATCHES[module] = _patch_storage_ids
     _patch_safetensors(observer, fake_mode)
+
+
+class MissingWeights(dict[str, Any]):
+    """Weights that are not on this machine: a model takes them as they should be."""
+
+
+def _patch_downloads(observer: Observer) -> None:
+    """Let a script go on without weights that it would download: the model has their shapes."""
+    original_download, original_load = torch.hub.load_state_dict_from_url, torch.nn.Module.load_state_dict
+    missing: list[str] = []
+
+    @functools.wraps(original_download)
+    def load_state_dict_from_url(url: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original_download(url, *args, **kwargs)
+        except OSError:
+            missing.append(url)
+            observer.notes[
+                f"the weights at {url} are not on this machine, and were not loaded ({find_script_line()})"
+            ] = None
+            return MissingWeights()
+
+    @functools.wraps(original_load)
+    def load_state_dict(module: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        # A function that renames the weights leaves an empty dictionary of another type.
+        if isinstance(state_dict, MissingWeights) or (missing and not state_dict):
+            return torch.nn.modules.module._IncompatibleKeys([], [])
+        return original_load(module, state_dict, *args, **kwargs)
+
+    put(torch.hub, "load_state_dict_from_url", load_state_dict_from_url)
+    put(torch.nn.Module, "load_state_dict", load_state_dict)
+    # This check asks GitHub even where the repository is on the disk.
+    put(torch.hub, "_validate_not_a_forked_repo", lambda *_, **__: None)
 
 
 def _drop_memory(fake_mode: Any, leaf: Any) -> Any:

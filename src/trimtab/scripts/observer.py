@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.spec import PARTS, ScriptFact, Trace
@@ -35,6 +36,8 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
+EMPTY_LOADERS = 8
+"""Times that a script may begin to load data after its third step, for further epochs without batches."""
 BENCHMARK_NOTE = (
     "torch.backends.cudnn.benchmark is on: while cuDNN tries its kernels in the first step, convolutions may "
     "take more workspace than is counted here"
@@ -161,6 +164,7 @@ class Observer:
     _forward_begin: int = 0
     _forward_end: int = 0
     _over_at: float = 0.0
+    _empty_loaders: int = 0
     _extra_steps: int = 0
     _late_passes: int = 0
     """Backward passes of the current step, after the third step."""
@@ -170,13 +174,14 @@ class Observer:
     _has_backward: bool = False
     _described: Any = None
     """The model of the last training call."""
+    _described_line: str = ""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
-    def learn(self, name: str, value: Any, how: str = "") -> None:
+    def learn(self, name: str, value: Any, how: str = "", line: str | None = None) -> None:
         """Record a fact, how it was seen and at which line; what is seen first stays."""
         if name not in self.facts:
-            where = ", ".join(filter(None, (how, find_script_line())))
+            where = ", ".join(filter(None, (how, find_script_line() if line is None else line)))
             self.facts[name] = ScriptFact(name=name, value=str(value), where=where)
 
     # Modules
@@ -187,7 +192,7 @@ class Observer:
             return self._enter(call, module, args, kwargs)
         if self._depth and self._described is not None and "precision" not in self.facts:
             # Frameworks turn autocast on inside of the model's call.
-            self.learn("precision", *describe_precision(self._described))
+            self.learn("precision", *describe_precision(self._described), self._described_line)
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
@@ -291,13 +296,21 @@ class Observer:
         if not shaped:
             return
         first = next((tensor for tensor in shaped if not tensor.is_floating_point()), shaped[0])
-        size = first.shape[0]
+        # A vector of numbers is one sample without a batch dimension.
+        size = 1 if first.dim() == 1 and first.is_floating_point() else first.shape[0]
         self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
         if first.dim() == 2 and not first.is_floating_point():  # noqa: PLR2004 - samples x positions
             self.lengths[first.shape[1]] = self.lengths.get(first.shape[1], 0) + 1
         if torch.backends.cudnn.benchmark:
             self.notes[BENCHMARK_NOTE] = None
         self._described = module
+        if "precision" not in self.facts:
+            self._described_line = find_script_line()
+
+    def uses_gpu(self) -> bool:
+        """Return whether the training steps did anything on the GPU."""
+        marks = self.recorder.marks
+        return "step0" in marks and len(self.recorder.order) > marks["step0"]
 
     # Steps
 
@@ -329,7 +342,7 @@ class Observer:
 
     def _note_optimizer(self, optimizer: Any) -> None:
         if "precision" not in self.facts and self._described is not None:
-            self.learn("precision", *describe_precision(self._described))
+            self.learn("precision", *describe_precision(self._described), self._described_line)
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
@@ -390,6 +403,12 @@ class Observer:
     def check_time(self) -> None:
         """End the script if it goes on for long after its third step."""
         if self.is_over and time.monotonic() - self._over_at > AFTER_S:
+            self.finish()
+
+    def note_ended_loader(self, *, is_empty: bool) -> None:
+        """End the script if it begins to load again and again after its third step."""
+        self._empty_loaders += is_empty
+        if self._empty_loaders > EMPTY_LOADERS:
             self.finish()
 
     def label_weights(self) -> None:
@@ -497,7 +516,7 @@ def describe_precision(module: Any) -> tuple[str, str]:
     """Return the precision that a training call runs in, and what shows it."""
     dtypes: dict[torch.dtype, int] = {}
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if not is_lazy(parameter) and parameter.is_floating_point():
             dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + parameter.numel()
     weights = max(dtypes, key=lambda dtype: dtypes[dtype], default=torch.float32)
     if torch.is_autocast_enabled("cuda"):

@@ -17,19 +17,24 @@ from torch.nn.parallel import comm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.errors import CannotFollow
+from trimtab.scripts.cuda_patches import act_as_worker, copy_for_worker, patch_cuda_tools
 from trimtab.scripts.file_patches import patch_files
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
 from trimtab.scripts.observer import Observer, find_script_line, put
+from trimtab.scripts.operation_patches import patch_operations
+from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.spec import Device
+
 optimizers = importlib.import_module("torch.optim.optimizer")
 
 
-def install_patches(observer: Observer, *, world_size: int, devices: int) -> None:
+def install_patches(observer: Observer, *, world_size: int, devices: int, device: Device) -> None:
     """Patch torch for a script that runs as rank 0 of `world_size` processes."""
     fake_mode = observer.recorder.fake_mode
     _patch_parameters(fake_mode)
@@ -39,7 +44,10 @@ def install_patches(observer: Observer, *, world_size: int, devices: int) -> Non
     _patch_backward(observer)
     _patch_loaders(observer)
     _patch_cuda(observer, devices)
+    patch_cuda_tools(observer, device)
+    patch_operations(observer)
     patch_groups(observer, world_size)
+    patch_processes(observer)
     _patch_compile(observer)
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
@@ -186,17 +194,22 @@ def _patch_loaders(observer: Observer) -> None:
     from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
     def get_iterator(loader: Any) -> Any:
-        workers = loader.num_workers
+        workers, dataset = loader.num_workers, loader.dataset
         if loader.batch_size is not None:
             observer.learn("loader", f"batch_size={loader.batch_size}, num_workers={workers}")
-        loader.__dict__["num_workers"] = 0
-        try:
-            iterator: Any = _SingleProcessDataLoaderIter(loader)
-            iterator._trimtab_is_late = observer.is_over and "_trimtab_is_used" not in loader.__dict__
-            loader.__dict__["_trimtab_is_used"] = True
-            return iterator
-        finally:
-            loader.__dict__["num_workers"] = workers
+        own = copy_for_worker(loader)
+        with act_as_worker(loader, own):
+            if workers and loader.worker_init_fn is not None:
+                loader.worker_init_fn(0)
+            loader.__dict__.update(num_workers=0, dataset=own)
+            try:
+                iterator: Any = _SingleProcessDataLoaderIter(loader)
+            finally:
+                loader.__dict__.update(num_workers=workers, dataset=dataset)
+        iterator._trimtab_loader, iterator._trimtab_dataset = loader, own
+        iterator._trimtab_is_late = observer.is_over and "_trimtab_is_used" not in loader.__dict__
+        loader.__dict__["_trimtab_is_used"] = True
+        return iterator
 
     put(DataLoader, "_get_iterator", get_iterator)
     original = _BaseDataLoaderIter.__next__
@@ -207,13 +220,15 @@ def _patch_loaders(observer: Observer) -> None:
         # A loader that was in use in the third step ends; a new one may be for an evaluation.
         late = iterator.__dict__.get("_trimtab_is_late", False)
         if observer.is_over and ((torch.is_grad_enabled() and not late) or count >= LAST_BATCHES):
+            observer.note_ended_loader(is_empty=not count)
             raise StopIteration
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
             raise StopIteration
         iterator._trimtab_count = count + 1
         begin = time.perf_counter()
-        batch = original(iterator)
+        with act_as_worker(iterator._trimtab_loader, iterator._trimtab_dataset):
+            batch = original(iterator)
         observer.loader_s += time.perf_counter() - begin
         observer.loader_batches += 1
         return batch
@@ -244,7 +259,6 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
         setattr(torch.cuda, name, lambda *_, **__: None)
     for name in ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all"):
         put(torch.cuda.random, name, getattr(torch.cuda, name))
-    put(torch.cuda, "memory_stats", lambda *_, **__: {})
     put(torch.cuda, "memory_summary", lambda *_, **__: "")
     put(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     put(torch, "Generator", CpuGenerator)

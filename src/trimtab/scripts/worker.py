@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
 from trimtab.scripts.launchers import launcher_environment
+from trimtab.scripts.nvidia_smi import write_program
+from trimtab.scripts.offline import REASON
 from trimtab.scripts.result import ScriptRequest, ScriptResult
 from trimtab.scripts.sandbox import install_sandbox
 from trimtab.trace.child_process import end_with_parent
@@ -58,7 +60,7 @@ def run_worker(request_file: str, result_file: str) -> None:
         os._exit(0)
 
     observer = Observer(recorder, finish)
-    install_patches(observer, world_size=command.world_size, devices=request.devices)
+    install_patches(observer, world_size=command.world_size, devices=request.devices, device=request.device)
     recorder.mark_phase("build", "weights")
     torch._C._set_only_lift_cpu_tensors(True)
     with recorder:
@@ -71,11 +73,15 @@ def run_worker(request_file: str, result_file: str) -> None:
         except KeyboardInterrupt:
             os._exit(130)
         except BaseException as error:  # noqa: BLE001 - whatever the script raises is the result
-            _print_own_traceback(error)
+            if not isinstance(error, TrimtabError):
+                _print_own_traceback(error)
             if not observer.is_over:
-                _write(result_file, ScriptResult(error=_describe_failure(error).to_dict()))
+                described = _describe_download(error, sandbox) or _describe_failure(error)
+                _write(result_file, ScriptResult(error=described.to_dict()))
                 os._exit(0)
-            observer.notes[f"after its third step the script failed: {_shorten(error)}"] = None
+            if not isinstance(error, StopIteration):
+                # Its loaders have ended; a script may take the next batch without asking for one.
+                observer.notes[f"after its third step the script failed: {_shorten(error)}"] = None
     finish()
 
 
@@ -84,6 +90,10 @@ def _set_environment(request: ScriptRequest) -> None:
     os.environ.update(command.environment)
     # Fake tensors belong to one thread.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    device = request.device
+    programs = Path(request.scratch) / "bin"
+    write_program(programs, name=device.name, memory_bytes=device.memory_bytes, count=request.devices)
+    os.environ["PATH"] = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(request.devices)))
 
 
@@ -104,6 +114,8 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
     """Return what was found out about the script."""
     if not observer.steps:
         return ScriptResult(error=_describe_no_step(observer).to_dict())
+    if not observer.uses_gpu():
+        return ScriptResult(error=_describe_cpu(observer).to_dict())
     observer.recorder.paused = True
     if observer.windows:
         observer.windows[-1].end = len(observer.recorder.order)
@@ -146,6 +158,17 @@ def _describe_no_step(observer: Observer) -> TrimtabError:
     )
 
 
+def _describe_cpu(observer: Observer) -> TrimtabError:
+    where = observer.facts["optimizer"].where if "optimizer" in observer.facts else ""
+    at = f" ({where})" if where else ""
+    return WrongUse(
+        "the script",
+        found=f"it trains on the CPU: its optimizer steps{at} use nothing on the GPU",
+        cure="Add the option that puts the model on the GPU, such as --cuda or --device cuda. If there is "
+        "none, move the model and its inputs in the script, as in model.to('cuda').",
+    )
+
+
 def _describe_exit(request: ScriptRequest, end: SystemExit) -> TrimtabError:
     code = end.code if isinstance(end.code, int) else 1
     found = f"it ended with exit code {code}" if isinstance(end.code, int) else str(end.code)
@@ -168,6 +191,23 @@ def _print_own_traceback(error: BaseException) -> None:
 def _shorten(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0][:200] or "no message"
     return f"{type(error).__name__}: {text}"
+
+
+def _describe_download(error: BaseException, sandbox: SandboxRecord) -> TrimtabError | None:
+    """Return the error of a script that failed because it is kept off the network, else None."""
+    current: BaseException | None = error
+    while current is not None and REASON not in str(current):
+        current = current.__cause__ or current.__context__
+    attempts = sandbox.to_builtins()["network"]
+    if current is None or not attempts:
+        return None
+    last = attempts[-1]
+    return JobFailed(
+        "the script",
+        found=f"it wants to reach {last['address']} ({last['where']}), and {REASON}",
+        cure="Download it first, so that the script finds it on the disk: run the command without trimtab "
+        "until it has its data, or name a local folder.",
+    )
 
 
 def _describe_failure(error: BaseException) -> TrimtabError:
