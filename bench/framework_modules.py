@@ -23,3 +23,15 @@ class LanguageModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return fused AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+class LossRecorder(pl.Callback):
+    """Remembers the loss of each batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        """Store the loss, without waiting for the GPU."""
+        del trainer, module, args
+        self.losses.append(outputs["loss"].detach())

@@ -328,11 +328,11 @@ def _attention() -> list[QueuedCase]:
 
 
 def _frameworks() -> list[QueuedCase]:
-    """Other frameworks with our callback; `oom` limits the memory, so that the run has to recover."""
+    """Other frameworks with our callback; `oom`: with a memory limit, from which the run has to recover."""
     return [
         QueuedCase(f"framework-{name}-b{micro}{'-oom' * bool(oom)}", name, micro, oom, kind="framework")
         for name in ("transformers", "lightning", "accelerate")
-        for micro, oom in ((8, {}), (16, {"oom": 8}))
+        for micro, oom in ((8, {}), (16, {"oom": True}))
     ]
 
 
@@ -450,8 +450,10 @@ def answer(name: str) -> None:
     elif case.kind == "framework":
         from bench import framework_cases
 
+        measure_case = framework_cases.measure_recovery if case.options else framework_cases.measure
+        framework_cases.import_framework(case.job)
         with tempfile.TemporaryDirectory() as folder, exclusive():
-            found = framework_cases.measure(case.job, case.micro_batch, Path(folder), **case.options)
+            found = measure_case(case.job, case.micro_batch, Path(folder))
     else:
         found = measure(name)
     found |= {

@@ -175,6 +175,11 @@ def mean_loss(model: Any, batch: Any) -> Any:
     return model(**batch)["loss"]
 
 
+def token_loss(model: Any, batch: Any) -> Any:
+    """Return the loss of a model that returns logits."""
+    return nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
 def contrastive_loss(model: Any, batch: Any) -> Any:
     """Return a loss that compares the samples of a batch with each other."""
     inner = getattr(model, "module", model)

@@ -334,7 +334,7 @@ def test_going_back_asks_a_person_as_writing_does_and_not_a_script(saved: Path) 
     ("args", "code", "said"),
     [
         (["apply"], 2, "there is no PLAN"),
-        (["apply", "plan.json"], 2, "there is no --to"),
+        (["apply", "plan.json"], 2, "no config file is named"),
         (["apply", "nowhere.json", "--to", "ds.json"], 2, "cannot be read"),
         (["apply", "ds.json", "--to", "ds.json"], 2, "not a Plan"),
         (["apply", "plan.json", "--to", "nowhere.yaml"], 2, "no such file"),

@@ -20,8 +20,8 @@ FLOORS = [
     {"trace"},
     {"predict"},
     {"planner"},
-    {"scripts"},
     {"configs", "launching", "training", "diagnosis", "exams", "calibration", "watching"},
+    {"scripts"},
     {"cli", "api", "integrations", "render", "pages", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -16,14 +16,19 @@ from torch import nn
 import framework_runs as runs
 import trimtab.integrations
 import worlds
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.errors import CannotFollow, NothingFits, WrongUse
+from trimtab.integrations import prediction
 from trimtab.integrations.batches import count_samples, find_split_rule, split_rows
 from trimtab.integrations.live_model import LiveParts, is_importable_script, write_live_job
 from trimtab.integrations.monitor import RunMonitor
-from trimtab.integrations.prediction import RunFacts, check_given_plan, make_measured_plan, predict_or_measure
+from trimtab.integrations.prediction import check_given_plan, make_measured_plan, predict_or_measure
+from trimtab.integrations.run_facts import RunFacts
 from trimtab.integrations.transformers import TrimtabCallback
 from trimtab.jobs.load import load_job
+from trimtab.trace.server import WorkerProcess
 from trimtab.training.run_folder import read_run
+from trimtab.units import GIB
 
 EXACT = 1e-6
 
@@ -215,6 +220,22 @@ def test_a_live_model_is_rebuilt_without_its_weights(tmp_path: Path) -> None:
     assert (tmp_path / "job" / "model.modules").stat().st_size < 50_000
 
 
+def test_the_same_model_is_the_same_job_in_another_process(tmp_path: Path) -> None:
+    def write(names: set[int], stamp: int, *, is_trained: bool = True) -> str:
+        model: Any = nn.Linear(2, 2)
+        model.names, model.stamp = names, stamp
+        model.requires_grad_(is_trained)
+        write_live_job(tmp_path, LiveParts(model, torch.zeros(4, 2), 4), global_batch=16)
+        return (tmp_path / "job" / "model.py").read_text(encoding="utf-8")
+
+    # Sets are pickled in any order, and hashes of strings differ between processes.
+    first, other = {0, 8}, {8, 0}
+    assert list(first) != list(other)
+    assert write(first, hash("a") | 1 << 60) == write(other, hash("b") | 1 << 60)
+    assert write(first, 1) != write(first, 2)
+    assert write(first, 1) != write(first, 1, is_trained=False)
+
+
 def test_what_cannot_be_rebuilt_is_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.extra = lambda: 1  # type: ignore[assignment]
@@ -230,47 +251,97 @@ def test_what_cannot_be_rebuilt_is_named(tmp_path: Path) -> None:
 
 def predict_large(folder: Path, **options: Any) -> Any:
     """Predict a model whose micro-batch of 64 needs more than 30 % of an RTX 4090."""
-    import transformers
-
     batch = {name: torch.zeros(64, 512, dtype=torch.long) for name in ("input_ids", "labels")}
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=1, n_embd=32, n_head=2, vocab_size=20_000, bos_token_id=0, eos_token_id=0
-    )
-    cls: Any = transformers.GPT2LMHeadModel
-    parts = LiveParts(cls(config), batch, 64)
+    model = nn.Sequential(nn.Embedding(20_000, 32), nn.Linear(32, 20_000))
+    parts = LiveParts(model, batch, 64, loss=runs.token_loss)
+    facts = options.pop("facts", LARGE)
     asked = {"plan": None, "on": "RTX4090", "adapt": "if-needed", "memory": 0.3} | options
     return predict_or_measure(
-        lambda: write_live_job(folder, parts, global_batch=64), LARGE, name="GPT2LMHeadModel", **asked
+        lambda: write_live_job(folder, parts, global_batch=64), facts, name="Sequential", **asked
     )
 
 
 LARGE = RunFacts(micro_batch=64, accumulation=1, precision="bf16")
 
 
-def test_the_micro_batch_shrinks_to_what_fits_and_the_global_batch_stays(tmp_path: Path) -> None:
-    found = predict_large(tmp_path)
-    choice = found.plan.choice
-    assert found.is_predicted
+def test_a_micro_batch_that_fits_takes_one_trace(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del own_cache
+    traced: list[int] = []
+    plain = WorkerProcess.ask_all
+
+    def ask_all(worker: WorkerProcess, requests: Any, **options: Any) -> Any:
+        traced.extend(setting.micro_batch for setting in requests.settings)
+        return plain(worker, requests, **options)
+
+    monkeypatch.setattr(WorkerProcess, "ask_all", ask_all)
+    found = predict_large(tmp_path, memory=0.9)
+    assert (found.plan.choice.micro_batch, found.notes, traced) == (64, (), [64])
+    # The same run again needs no trace.
+    assert predict_large(tmp_path, memory=0.9).plan == found.plan
+    # A size that does not fit takes one more; the sizes between are derived, and the global batch stays.
+    changed = predict_large(tmp_path, memory=0.3)
+    assert traced == [64, 8]
+    choice = changed.plan.choice
     assert choice.micro_batch < 64
     assert choice.micro_batch * choice.accumulation == choice.global_batch == 64
-    assert "the global batch of 64 stays: up to" in found.notes[0]
+    assert "the global batch of 64 stays: up to" in changed.notes[0]
+    assert {look.setting.micro_batch for look in changed.plan.looked_at} == {8, 32, 64}
+    assert [look.fits for look in changed.plan.looked_at if look.setting == choice] == [True]
+    assert changed.plan.places[0].name == "GeForce RTX 4090"
     # The plan can be given to the callback later; another training is refused.
-    again = check_given_plan(found.plan, LARGE)
-    assert again.micro_batch == choice.micro_batch
+    assert check_given_plan(changed.plan, LARGE).micro_batch == choice.micro_batch
     with pytest.raises(WrongUse, match="global_batch 64, not 128"):
-        check_given_plan(found.plan, LARGE._replace(accumulation=2))
-
-
-@pytest.mark.slow
-def test_a_micro_batch_is_kept_changed_or_refused_as_asked(tmp_path: Path) -> None:
-    kept = predict_large(tmp_path, adapt="never")
-    assert kept.plan.choice.micro_batch == 64
-    assert "may not fit" in kept.notes[0]
-    assert predict_large(tmp_path, memory=0.9).notes == ()
-    assert predict_large(tmp_path, adapt="fastest", memory=0.9).plan.choice.global_batch == 64
-    with pytest.raises(NothingFits):
+        check_given_plan(changed.plan, LARGE._replace(accumulation=2))
+    fastest = predict_large(tmp_path, adapt="fastest", memory=0.9).plan
+    assert fastest.choice.global_batch == 64
+    assert fastest.estimate.step_s <= found.plan.estimate.step_s
+    assert traced == [64, 8]
+    with pytest.raises(NothingFits, match="no smaller micro-batch fits either: with 1"):
         predict_large(tmp_path, memory=0.01)
+    kept = predict_large(tmp_path, adapt="never", memory=0.01)
+    assert kept.plan.choice.micro_batch == 64
+    assert "the micro-batch may not fit: up to" in kept.notes[0]
+    assert traced == [64, 8, 1]
+
+
+def test_training_goes_on_if_a_prediction_takes_too_long_or_fails(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del own_cache
+    late = predict_large(tmp_path, limit_s=0.2)
+    assert not late.is_predicted
+    assert late.notes == (
+        "nothing is predicted: it took more than 0.2 s; training goes on (limit_s= gives it more time)",
+    )
+    assert late.plan.choice.micro_batch == 64
+    assert predict_large(tmp_path, limit_s=0).notes == ("nothing is predicted: limit_s=0",)
+    few = predict_large(tmp_path, facts=LARGE._replace(ranks=2, strategy="ddp"))
+    assert "2 ranks train on 1 node" in few.notes[0]
+    monkeypatch.setattr(prediction, "predict_run", lambda *_, **__: 1 / 0)
+    assert "ZeroDivisionError" in predict_large(tmp_path).notes[0]
+
+
+def test_memory_of_this_process_counts_as_free_and_its_limit_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = parse_cluster("2xRTX4090")
+    (node,) = cluster.nodes
+    free = [device.replace(free_bytes=10 * GIB) for device in node.devices]
+    used = cluster.replace(nodes=(node.replace(devices=tuple(free)),))
+    assert prediction.add_own_memory(used) == used
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
+    assert [device.free_bytes for device in prediction.add_own_memory(used).devices] == [12 * GIB] * 2
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.25)
+    limit = int(0.25 * free[0].memory_bytes)
+    assert [device.free_bytes for device in prediction.add_own_memory(used).devices] == [limit] * 2
+    # A single rank is predicted on its own device, whichever it is.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert prediction.choose_layout(used, LARGE, is_here=True).places[0].device == 1
+    assert prediction.choose_layout(used, LARGE, is_here=False).places[0].device == 0
 
 
 def test_the_trainer_uses_the_micro_batch_of_a_plan(tmp_path: Path) -> None:

@@ -242,3 +242,80 @@ kept = [net(torch.randint(0, 1000, (64, 64), device="cuda")) for _ in range(2)]
     )
     peaks = {phase.name: phase.allocated_bytes for phase in follow("train.py", script=script).phases}
     assert peaks["evaluation"] > 4 * peaks["steady step"]
+
+
+PACKED = """
+import torch
+from torch import nn
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+else:
+    @triton.jit
+    def scale_rows(out_ptr, x_ptr, width, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * width + tl.arange(0, BLOCK)
+        values = tl.load(x_ptr + at)
+        pointer = out_ptr + at
+        tl.store(pointer, values * 2)
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if triton is None:
+            return (x.double() * 2).to(x.dtype)
+        out = torch.empty_like(x)
+        scale_rows[(x.shape[0],)](out, x, x.shape[-1], BLOCK=triton.next_power_of_2(x.shape[-1]))
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1000, 512)
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, tokens):
+        return self.head(Scale.apply(self.embed(tokens)))
+
+
+def pack(samples):
+    return torch.cat(samples).unsqueeze(0)
+
+
+samples = [torch.randint(0, 1000, (40 + 9 * number,)) for number in range(64)]
+loader = torch.utils.data.DataLoader(samples, batch_size=4, collate_fn=pack)
+model = Net().cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for number, tokens in enumerate(loader, 1):
+    tokens = tokens.cuda()
+    nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    if number % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_triton_kernel_takes_no_memory_and_packed_samples_are_counted(
+    follow: Callable[..., ScriptEstimate],
+) -> None:
+    found = follow("train.py", script=PACKED)
+    facts = facts_of(found)
+    assert (facts["micro_batch"], facts["accumulation"], facts["global_batch"]) == ("4", "2", "8")
+    where = {fact.name: fact.where for fact in found.script.found}
+    assert "1 row of up to" in where["micro_batch"]
+    assert "mean size" in where["accumulation"]
+    works = [found.trace.works[number] for number in found.trace.sequence]
+    launch = next(work for work in works if work.op == "triton::scale_rows")
+    assert launch.read_bytes == launch.write_bytes > 0
+    assert not any(work.dtype == "float64" for work in works)
+    # One micro-batch and the optimizer: as many launches as a pass has.
+    assert sum(work.op == "triton::scale_rows" for work in works) == 1
+    assert any("Triton kernels" in note for note in found.estimate.assumptions)

@@ -366,11 +366,11 @@ def test_a_plan_of_a_command_trains_no_job(tmp_path: Path) -> None:
             trimtab.train("slm:tiny", given, steps=1, out=tmp_path / "run")
 
 
-def test_a_plan_of_a_command_is_typed_and_not_applied(tmp_path: Path) -> None:
+def test_a_plan_without_files_is_typed() -> None:
     plan = make_plan(Script(FULL), "python train.py")
-    with pytest.raises(WrongUse, match="its result is a command line") as raised:
-        trimtab.apply(plan, tmp_path / "config.yaml")
-    assert typed(plan) in raised.value.cure
+    applied = trimtab.apply(plan)
+    assert applied["command"] == typed(plan)
+    assert applied["edits"] == []
 
 
 @pytest.mark.parametrize(

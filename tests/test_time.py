@@ -22,6 +22,7 @@ from trimtab.predict.calibration import (
 )
 from trimtab.predict.estimate import estimate_trace
 from trimtab.spec import Calibration, Mesh, Precision, Setting, Slice, Strategy, Trace, Work
+from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import trace_setting
 from trimtab.units import MIB
@@ -186,6 +187,18 @@ def test_a_measurement_at_the_pace_of_the_host_says_nothing_of_the_device() -> N
         found = op_time.Pace(RATES, op_time.calibration_points(known, RATES))
         assert found.recurrent_launch_s(work) == pytest.approx(factor * alone * FACTS.law.cell_in_a_step)
         assert found.seconds(work) == pytest.approx(max(1.0, factor) * op_time.roofline_s(work, RATES))
+
+
+def test_code_outside_of_compiled_graphs_costs_the_host_more() -> None:
+    work = copy(1024)
+    enter, leave = (Work(op=op, kind="call", dtype="", kernels=0) for op in (GRAPH_ENTER, GRAPH_LEAVE))
+
+    def host_s(works: list[Work]) -> float:
+        return step_time.run_clocks(works, Even(), HOST, backward=range(0), compiled=True).host_s  # type: ignore[arg-type]
+
+    # A trace without marks is compiled as a whole; with marks, one of two operations is.
+    saved = host_s([enter, work, leave, work]) - host_s([work, work])
+    assert saved == pytest.approx(HOST.forward_s - HOST.compiled_s + HOST.call_s)
 
 
 def test_a_product_of_a_shape_not_met_before_costs_the_host_more() -> None:

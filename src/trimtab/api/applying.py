@@ -40,11 +40,14 @@ def propose(request: ApplyRequest) -> tuple[Plan, Proposal]:
         plan_from(request.plan) if isinstance(request.plan, str | PathLike) else (request.plan, "")
     )
     if found.script is not None:
-        changes = "; ".join(found.script.changes) or "nothing changes"
+        from trimtab.scripts.apply import propose_command_edits
+
+        return found, propose_command_edits(found, config_places(request.to), beside=request.beside)
+    if not request.to:
         raise WrongUse(
-            "a plan of a training command",
-            found=f"its result is a command line, not a config: {changes}",
-            cure=f"Type it: {found.script.command}",
+            f"a plan of {found.job}",
+            found="no config file is named",
+            cure="Write it like: trimtab apply plan.json --to config.yaml",
         )
     on = request.on if request.network is None else as_cluster(request.on, network=request.network)
     aims = [parse_aim(place) for place in config_places(request.to)]
@@ -85,6 +88,7 @@ def apply(request: ApplyRequest) -> dict[str, Any]:
 
     trimtab.apply(trimtab.plan("slm", "2xA30"), "config.py:slm_config")["edits"]
     trimtab.apply("plan.json", ["conf/config.yaml", "train.sbatch"], dry=True)["diff"]
+    trimtab.apply("plan.json", "run.sh")["edits"]  # the plan of a command that run.sh holds
     """
     plan, proposal = propose(request)
     ready = proposal.prepare(beside=request.beside)
@@ -115,6 +119,7 @@ def applied(proposal: Proposal, ready: Sequence[PreparedFile], written: WriteRes
             }
             for edit in proposal.edits
         ],
+        "command": getattr(proposal, "command", "") or None,
         "backup": backups[0] if backups else None,
         "backups": backups,
         "written": list(written.files) if written else [],
@@ -159,9 +164,18 @@ def show(request: ShowRequest) -> Display:
     from trimtab.configs.formats import read_config
     from trimtab.configs.show import build_display, find_job
     from trimtab.configs.targets import find_target, list_targets
+    from trimtab.errors import WrongUse
+    from trimtab.planner.plan_files import is_plan_file
     from trimtab.probe.detect import as_cluster
 
     place = parse_aim(str(request.file))
+    if is_plan_file(place.file):
+        raise WrongUse(
+            f"show {request.file}",
+            found="it is a plan, and no config of a trainer",
+            cure=f"To see the plan: trimtab report {request.file} -o plan.html. To write it into your files: "
+            f"trimtab apply {request.file}",
+        )
     among = list_targets([place.file])
     layout = find_layout(place, among, opened=read_config, name=request.target)
     target = layout.main.site.target if layout.main else None

@@ -16,7 +16,14 @@ from trimtab.cli.console import Json, print_json, print_notes, print_text
 from trimtab.cli.options import Yes, command, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import WrongUse
-from trimtab.render import Columns, _make_words_table, describe_setting, escape_control, render_labelled
+from trimtab.render import (
+    COMMAND_WIDTH,
+    Columns,
+    _make_words_table,
+    describe_setting,
+    escape_control,
+    render_labelled,
+)
 from trimtab.spec.requests import ApplyRequest, ShowRequest
 from trimtab.units import format_bytes, format_duration, format_value
 
@@ -38,6 +45,13 @@ NOTHING_WRITTEN = "nothing was written; --yes writes"
 def apply(
     request: ApplyRequest,
     *,
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE]...",
+            help="The same as --to: a config file, or a shell script that holds the training command.",
+        ),
+    ] = None,
     yes: Yes = False,
     list_targets: Annotated[
         bool, typer.Option("--list-targets", help="List the config formats that trimtab understands.")
@@ -47,15 +61,17 @@ def apply(
     """Write a plan into your own config files, with a backup.
 
     The diff comes first. Comments, order and formatting stay. Nothing is written if any file fails, or
-    without a yes. What a config cannot hold is reported.
+    without a yes. What a config cannot hold is reported. The plan of a training command goes into the config
+    files that the command names, and into the shell script that you name.
     """
+    request = request.replace(to=(*api.config_places(request.to), *(files or ())))
     if list_targets:
         _list_targets(api.config_places(request.to), json=json)
         return
-    if request.plan is None or not request.to:
+    if request.plan is None:
         raise WrongUse(
             "trimtab apply",
-            found="there is no PLAN" if request.plan is None else "there is no --to",
+            found="there is no PLAN",
             cure="Write it like: trimtab apply plan.json --to config.yaml",
         )
     if request.network is not None and request.on is None:
@@ -71,6 +87,8 @@ def apply(
     preview = api.applied(proposal, ready, None)
     if not json:
         _show_proposal(preview, proposal.stages)
+        if preview.get("command"):
+            print_text(_render_typed(preview["command"]))
         print_notes(proposal.said)
         print_notes((warning.text for warning in proposal.warnings), label="warning", style="bold red")
     changes = bool(preview["diff"])
@@ -89,8 +107,18 @@ def _show_proposal(preview: dict[str, Any], stages: Sequence[StagePlan]) -> None
         print_text("")
     if preview["diff"]:
         _print_diff(preview["diff"])
-    else:
+    elif preview["files"]:
         print_text(f"{', '.join(preview['files'])}: says what the plan does already; nothing to write")
+
+
+def _render_typed(line: str) -> RenderableType:
+    """Return the command line to type, where no file holds the command."""
+    import shlex
+
+    from trimtab.launching.quoting import shell_line
+
+    text = line if len(line) <= COMMAND_WIDTH else shell_line(shlex.split(line))
+    return Group(Text(" type this", style="bold"), Text(f"   {escape_control(text)}", style="bold green"))
 
 
 def _confirmed() -> bool:

@@ -48,8 +48,19 @@ def doctor(
     Reads only; pickles are read without running anything in them. Exit code 0 when there is no error, 4 when
     the job is to be changed, 5 when the machine, driver, scheduler or network is, 2 when nothing can be read.
     """
-    from trimtab import api
+    from pathlib import Path
 
+    from trimtab import api
+    from trimtab.errors import WrongUse
+    from trimtab.planner.plan_files import is_plan_file
+
+    for log in logs or ():
+        if is_plan_file(Path(log)):
+            raise WrongUse(
+                f"doctor {log}",
+                found="it is a plan, and no log of a run",
+                cure=f"Give a log or a run folder, and the plan beside it: trimtab doctor LOG --plan {log}",
+            )
     with _progress() as say:
         found = api.doctor(*(logs or ()), plan=plan, say=say)
     if json:

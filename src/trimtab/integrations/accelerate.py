@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Self
 from trimtab.integrations.batches import count_samples
 from trimtab.integrations.live_model import LiveParts
 from trimtab.integrations.monitor import RunMonitor
-from trimtab.integrations.prediction import RunFacts
+from trimtab.integrations.prediction import LIMIT_S
 from trimtab.integrations.recovery import StepFunctions
+from trimtab.integrations.run_facts import RunFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,9 +64,12 @@ class TrimtabRun:
         adapt: str = "if-needed",
         memory: float = 0.9,
         recover: bool = True,
+        limit_s: float = LIMIT_S,
     ) -> None:
         """`model` and `optimizer` are what accelerator.prepare() returned."""
-        self.monitor = RunMonitor(out=out, plan=plan, on=on, adapt=adapt, memory=memory, recover=recover)
+        self.monitor = RunMonitor(
+            out=out, plan=plan, on=on, adapt=adapt, memory=memory, recover=recover, limit_s=limit_s
+        )
         self.accelerator = accelerator
         self.model = model
         self.optimizer = optimizer

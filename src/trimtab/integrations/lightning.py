@@ -14,14 +14,21 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from trimtab.integrations.batches import count_samples
 from trimtab.integrations.live_model import LiveParts, read_loss
 from trimtab.integrations.monitor import RunMonitor
-from trimtab.integrations.prediction import RunFacts
+from trimtab.integrations.prediction import LIMIT_S
 from trimtab.integrations.recovery import StepFunctions
+from trimtab.integrations.run_facts import RunFacts
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult
+except ModuleNotFoundError:
+    # The same framework under its older name.
+    from pytorch_lightning import Callback
+    from pytorch_lightning.loops.optimization.automatic import ClosureResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,9 +58,12 @@ class LightningCallback(Callback):
         adapt: str = "if-needed",
         memory: float = 0.9,
         recover: bool = True,
+        limit_s: float = LIMIT_S,
     ) -> None:
         super().__init__()
-        self.monitor = RunMonitor(out=out, plan=plan, on=on, adapt=adapt, memory=memory, recover=recover)
+        self.monitor = RunMonitor(
+            out=out, plan=plan, on=on, adapt=adapt, memory=memory, recover=recover, limit_s=limit_s
+        )
         self._loss: Any = 0.0
         self._samples = 0
         self._kwargs: Any = None

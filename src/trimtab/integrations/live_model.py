@@ -11,6 +11,7 @@ import ast
 import inspect
 import io
 import pickle
+import pickletools
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -39,6 +40,8 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+LEAST_HASH = 1 << 48
+"""A larger number in a pickled model is taken for a hash, which differs in every process."""
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -76,7 +79,7 @@ def write_live_job(
     """
     notes: list[str] = []
     data = _pickle_parts(parts, notes)
-    digest = sha256(data).hexdigest()
+    digest = _digest_model(data, parts)
     place = folder / JOB_FOLDER
     place.mkdir(parents=True, exist_ok=True)
     write_atomic(place / MODEL_FILE, data)
@@ -100,6 +103,26 @@ class {JOB_CLASS}(RebuiltModel):
 '''
     write_atomic(place / JOB_FILE, text.encode())
     return f"{place / JOB_FILE}:{JOB_CLASS}", notes
+
+
+def _digest_model(data: bytes, parts: LiveParts) -> str:
+    """Return a digest that is the same in every process with the same model, so that cached traces are found.
+
+    The pickled bytes are not: sets are pickled in any order, and some objects store hashes of strings.
+    """
+    values = sorted(
+        f"{code.name} {value!r}"
+        for code, value, _ in pickletools.genops(data)
+        if value is not None and "GET" not in code.name and not _is_hash(value)
+    )
+    tensors = (*parts.model.named_parameters(), *parts.model.named_buffers())
+    shapes = [f"{name} {tuple(tensor.shape)} {tensor.requires_grad}" for name, tensor in tensors]
+    text = "\n".join([str(parts.model), *shapes, *values])
+    return sha256(text.encode(errors="replace")).hexdigest()
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) >= LEAST_HASH
 
 
 def describe_batch(batch: Any, samples: int) -> Any:
@@ -136,7 +159,7 @@ class RebuiltModel(Job):
 
     file = ""
     digest = ""
-    """SHA-256 of the pickled model: another model is another job."""
+    """Of the pickled model: another model is another job."""
     script = ""
     """The training script, if it can be imported."""
     paths: tuple[str, ...] | list[str] = ()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import CannotFollow, EnvironmentFault, WrongUse
 from trimtab.integrations.live_model import write_live_job
-from trimtab.integrations.prediction import ADAPT, RunFacts, RunPrediction, predict_or_measure
+from trimtab.integrations.prediction import ADAPT, LIMIT_S, RunPrediction, predict_or_measure
 from trimtab.integrations.recovery import (
     MicroBatchRecovery,
     RecoveryFailedError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from trimtab.integrations.live_model import LiveParts
+    from trimtab.integrations.run_facts import RunFacts
     from trimtab.spec import Cluster, Plan
 
 DEFAULT_FOLDER = Path("runs/trimtab")
@@ -44,6 +46,7 @@ class RunMonitor:
         adapt: str = "if-needed",
         memory: float = 0.9,
         recover: bool = True,
+        limit_s: float = LIMIT_S,
     ) -> None:
         if adapt not in ADAPT:
             raise WrongUse(
@@ -55,6 +58,7 @@ class RunMonitor:
         self.adapt = adapt
         self.memory = memory
         self.recover = recover
+        self.limit_s = limit_s
         self.prediction: RunPrediction | None = None
         self.log: RunLog | None = None
         self.recovery: MicroBatchRecovery | None = None
@@ -92,6 +96,8 @@ class RunMonitor:
                 on=self.on,
                 adapt=self.adapt,
                 memory=self.memory,
+                limit_s=self.limit_s,
+                say=_say,
             )
 
         self.prediction = run_on_rank_zero(world, act)
@@ -176,6 +182,12 @@ class RunMonitor:
         return self.log.figures()
 
 
+def _say(text: str) -> None:
+    """Print a note before there is a run folder."""
+    sys.stderr.write(f"trimtab: {text}\n")
+    sys.stderr.flush()
+
+
 def describe_prediction(prediction: RunPrediction) -> str:
     """Return the prediction in a line."""
     from trimtab.units import format_bytes, format_duration
@@ -189,4 +201,6 @@ def describe_prediction(prediction: RunPrediction) -> str:
         parts.append(f"of {format_bytes(estimate.capacity_bytes)}")
     if estimate.step_s:
         parts.append(f"a GPU, {format_duration(estimate.step_s)} a step")
+    if prediction.took_s is not None:
+        parts.append(f"(predicted in {prediction.took_s:.0f} s)")
     return " ".join(parts)

@@ -21,8 +21,9 @@ from transformers import Trainer, TrainerCallback
 from trimtab.integrations.batches import count_samples, keep_random_state
 from trimtab.integrations.live_model import LiveParts, read_loss
 from trimtab.integrations.monitor import RunMonitor
-from trimtab.integrations.prediction import RunFacts
+from trimtab.integrations.prediction import LIMIT_S
 from trimtab.integrations.recovery import StepFunctions
+from trimtab.integrations.run_facts import RunFacts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,13 +55,16 @@ class TransformersCallback(TrainerCallback):
         adapt: str = "if-needed",
         memory: float = 0.9,
         recover: bool = True,
+        limit_s: float = LIMIT_S,
         batch: Any = None,
     ) -> None:
         """`batch` is a collated batch to predict memory for, such as the longest; default: from the data set.
 
         `trainer` is needed only with trainer.add_callback().
         """
-        self.monitor = RunMonitor(out=out, plan=plan, on=on, adapt=adapt, memory=memory, recover=recover)
+        self.monitor = RunMonitor(
+            out=out, plan=plan, on=on, adapt=adapt, memory=memory, recover=recover, limit_s=limit_s
+        )
         self._given_batch = batch
         self._trainer: Any = trainer
         self._loss: Any = 0.0

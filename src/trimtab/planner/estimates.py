@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.planner.estimator import strip_device, to_traced_setting
-from trimtab.planner.plan_files import rebuild_cluster
+from trimtab.planner.plan_files import rebuild_cluster, write_plan_command
 from trimtab.predict.calibration import read_own_calibration
 from trimtab.predict.capacity import judge_fully
 from trimtab.predict.derive import derive_trace
@@ -89,7 +89,7 @@ def read_cached_timeline(plan: Plan) -> tuple[Timeline | None, str]:
 
     It traces nothing, and runs no code of the job.
     """
-    again = f"`trimtab plan {plan.job}` for the same devices traces it again"
+    again = f"`{write_plan_command(plan)}` traces it again"
     setting = to_traced_setting(plan.choice)
     trace = None
     # This number of shards may have been traced directly, or derived from two others.

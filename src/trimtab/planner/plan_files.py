@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import Counter
 from pathlib import Path
 from shlex import quote
@@ -130,14 +131,32 @@ def _check_memory(plan: Plan, cluster: Cluster) -> list[str]:
     return []
 
 
+def is_plan_file(file: Path) -> bool:
+    """Return whether a file is a plan that trimtab wrote, by its keys."""
+    if file.suffix != ".json" or not file.is_file():
+        return False
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and {"choice", "estimate", "fingerprints"} <= content.keys()
+
+
+def write_plan_command(plan: Plan, out: str = "") -> str:
+    """Return the command line that makes a plan again."""
+    option = f" --out {quote(out)}" if out else ""
+    if plan.script is not None:
+        return f"trimtab plan{_on_option(plan)}{option} -- {plan.script.original}"
+    return f"trimtab plan {plan.job}{_on_option(plan)}{option}"
+
+
 def refuse_stale(plan: Plan, origin: str, wrong: list[str]) -> None:
     """Raise if there are changes since the plan was made."""
     if wrong:
-        again = f"trimtab plan {plan.job}{_on_option(plan)} --out {origin}"
-        if plan.script is not None:
-            again = f"trimtab plan{_on_option(plan)} --out {origin} -- {plan.script.original}"
         raise WrongUse(
-            f"plan {origin}", found="it is stale: " + "; ".join(wrong), cure=f"Plan again: {again}"
+            f"plan {origin}",
+            found="it is stale: " + "; ".join(wrong),
+            cure=f"Plan again: {write_plan_command(plan, origin)}",
         )
 
 

@@ -17,6 +17,7 @@ from trimtab.predict.fusion import fuse_trace
 from trimtab.predict.memory import gradient_sizes
 from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
+from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE
 from trimtab.strategies import strategy_of
 from trimtab.strategies.base import Traffic
 
@@ -75,15 +76,16 @@ def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
     host_clock = facts.start_s
     ends: deque[float] = deque()
     # A step has thousands of operations, but only about a hundred different ones.
-    cached_costs: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}]
-    for place, work in enumerate(works):
+    cached_costs: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}, {}, {}, {}]
+    in_graphs = _list_compiled(works) if compiled else [False] * len(works)
+    for place, (work, in_graph) in enumerate(zip(works, in_graphs, strict=True)):
         behind = place in backward
         after = bool(backward) and place >= backward.stop
-        costs = cached_costs[2 if after else 1 if behind else 0]
+        costs = cached_costs[3 * in_graph + (2 if after else 1 if behind else 0)]
         cost = costs.get(id(work))
         if cost is None:
-            launch = _host_seconds(work, host, backward=behind, after=after, compiled=compiled)
-            if selective and not behind and not compiled and work.kernels:
+            launch = _host_seconds(work, host, backward=behind, after=after, compiled=in_graph)
+            if selective and not behind and not in_graph and work.kernels:
                 launch += facts.selective_s
             cost = costs[id(work)] = launch, _device_seconds(work, pace, facts.gap_s)
         launch, device_s = cost
@@ -106,6 +108,20 @@ def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
             device_clock = max(device_clock, host_clock)
         ends.append(device_clock)
     return Clocks(max(host_clock, device_clock), busy, host_clock - waited)
+
+
+def _list_compiled(works: list[Work]) -> list[bool]:
+    """Return for each operation of a compiled step whether compiled code launches it.
+
+    A trace of a script marks where its graphs begin and end; without marks, everything is compiled.
+    """
+    if not any(work.op == GRAPH_ENTER for work in works):
+        return [True] * len(works)
+    inside, found = False, []
+    for work in works:
+        inside = work.op == GRAPH_ENTER or (inside and work.op != GRAPH_LEAVE)
+        found.append(inside)
+    return found
 
 
 def _device_seconds(work: Work, pace: Pace, gap_s: float) -> float | None:

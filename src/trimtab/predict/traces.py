@@ -38,13 +38,14 @@ def get_traces(  # noqa: PLR0913 - the fields of a TraceRequest, with several se
     families: dict[str, Family] | None = None,
     worker: WorkerProcess | None = None,
     partner: bool = True,
+    timeout_s: float | None = None,
 ) -> list[Trace | TrimtabError]:
     """Return the trace or the error of each of several settings of one job.
 
     Without `cache`, nothing is read from disk and nothing is traced for later requests; settings of one
     family are still interpolated. `families` has traces of earlier calls; new ones are added to it. Without
     `worker`, a worker process is started for this call. Without `partner`, no second micro-batch is traced
-    for later requests.
+    for later requests. Tracing fails after `timeout_s` seconds; None: after the usual limits.
     """
     requests = [
         TraceRequest(job=job, overrides=overrides or {}, setting=setting, device=device, clip=clip)
@@ -66,7 +67,14 @@ def get_traces(  # noqa: PLR0913 - the fields of a TraceRequest, with several se
         if chosen:
             these = [setting for _, setting in chosen]
             answers = trace_settings(
-                job, these, device, overrides=overrides, clip=clip, cache=cache, worker=worker
+                job,
+                these,
+                device,
+                overrides=overrides,
+                clip=clip,
+                cache=cache,
+                worker=worker,
+                timeout_s=timeout_s,
             )
             for (name, setting), answer in zip(chosen, answers, strict=True):
                 known[name][setting.micro_batch] = answer

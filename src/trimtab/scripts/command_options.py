@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.scripts.script_options import OptionForm, OptionValue, ScriptOption
+from trimtab.spec.script import ScriptChange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +56,9 @@ def find_value(command: ScriptCommand, option: ScriptOption, *, launcher: bool =
 
 def find_spots(words: Sequence[str], option: ScriptOption) -> list[OptionSpot]:
     """Return where an option is in a list of words; the last one counts."""
-    spots = []
+    spots: list[OptionSpot] = []
+    if option.form in (OptionForm.CONFIG, OptionForm.VARIABLE):
+        return spots
     for start, word in enumerate(words):
         name, equals, value = word.partition("=")
         following = words[start + 1] if start + 1 < len(words) else None
@@ -134,11 +137,36 @@ def _typed_option(name: str, form: OptionForm, value: str) -> ScriptOption:
     )
 
 
+def parse_file_value(text: str, option: ScriptOption) -> Any:
+    """Return a value as a config file holds it: a number and a truth value as such, in the file's own way."""
+    if isinstance(option.in_file, str):
+        return text
+    if text in ("true", "false") and option.value not in (OptionValue.TEXT, OptionValue.INTEGER):
+        return text == "true"
+    return int(text) if text.isdigit() and option.value is not OptionValue.TEXT else text
+
+
+def describe_file_change(option: ScriptOption, after: Any) -> str:
+    """Return the change of a key of a config file in words; empty if it has the value already."""
+    if option.in_file is not None and option.in_file == after and type(option.in_file) is type(after):
+        return ""
+    name = ".".join(map(str, option.key))
+    before = "" if option.in_file is None else f" instead of {_show_value(option.in_file)}"
+    return f"{name}: {_show_value(after)}{before or ' added'} in {option.file}"
+
+
+def _show_value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class OptionEditor:
     """Changes options of a command, and keeps everything else as it was typed."""
 
-    def __init__(self, command: ScriptCommand) -> None:
+    def __init__(self, command: ScriptCommand, *, in_files: bool = False) -> None:
         self._command = command
+        self._in_files = in_files
+        """Whether to change config files where they hold an option, instead of overriding them."""
+        self.changes = {change.names: change for change in command.changes}
         self.head, self.arguments = split_command(command)
         self.launcher_arguments = list(command.launcher_arguments)
         self.environment = dict(command.environment)
@@ -150,10 +178,37 @@ class OptionEditor:
             arguments=tuple(self.arguments),
             launcher_arguments=tuple(self.launcher_arguments),
             environment=self.environment,
+            changes=tuple(self.changes.values()),
         )
 
     def set_value(self, option: ScriptOption, value: str, *, launcher: bool = False) -> str:
         """Set an option to a value, `true` or `false` for switches; return the change in words."""
+        is_typed = bool(find_spots(self.head if launcher else self.arguments, option))
+        in_file = option.form is OptionForm.CONFIG or (self._in_files and option.file and not is_typed)
+        after = parse_file_value(value, option) if in_file else None
+        text = (
+            describe_file_change(option, after)
+            if in_file
+            else self._set_on_line(option, value, launcher=launcher)
+        )
+        if text:
+            self.changes[option.names] = ScriptChange(
+                names=option.names,
+                value=value,
+                text=text,
+                form=option.form.value,
+                kind=option.value.value,
+                off_name=option.off_name,
+                default=option.default,
+                is_launcher=launcher,
+                file=option.file if in_file else "",
+                key=option.key if in_file else (),
+                before=option.in_file if in_file else None,
+                after=after,
+            )
+        return text
+
+    def _set_on_line(self, option: ScriptOption, value: str, *, launcher: bool) -> str:
         if option.form is OptionForm.VARIABLE:
             return self._set_variable(option.names[0], self._spell(option, value, None))
         if not launcher:
@@ -166,7 +221,7 @@ class OptionEditor:
         spots = find_spots(words, option)
         last = spots[-1] if spots else OptionSpot(place, 0, "", "")
         before = " ".join(words[last.start : last.start + last.length])
-        new = self._build_words(option, value, spots[-1] if spots else None)
+        new = self.build_words(option, value, spots[-1] if spots else None)
         words[last.start : last.start + last.length] = new
         for spot in reversed(spots[:-1]):
             # An earlier one counts for nothing, but a reader would take it for the value.
@@ -198,7 +253,8 @@ class OptionEditor:
                 return number + 1
         return max(0, len(self.head) - (2 if self._command.is_module else 1))
 
-    def _build_words(self, option: ScriptOption, value: str, spot: OptionSpot | None) -> list[str]:
+    def build_words(self, option: ScriptOption, value: str, spot: OptionSpot | None) -> list[str]:
+        """Return the words that set an option, in the way of `spot` if it is there already."""
         name = spot.name if spot is not None else option.name
         if option.value in _VALUELESS:
             return self._build_switch(option, name, on=is_true(value))

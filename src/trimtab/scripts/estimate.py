@@ -100,7 +100,7 @@ def estimate_result(command: ScriptCommand, result: ScriptResult, cluster: Clust
         device,
         cluster=cluster,
         calibration=read_own_calibration(device),
-        fusing=setting.compile,
+        fusing=setting.compile and not result.compiled_graphs,
     )
     found = judge_fully(found, trace, setting)
     found = found.replace(assumptions=(*notes, *found.assumptions))
@@ -141,7 +141,7 @@ def describe_setting(
         )
         gpus = 1
     mesh = STRATEGIES[strategy].mesh(gpus, nodes=command.nodes if gpus > 1 else 1, branches=0)
-    micro_batch = _most_common(result.micro_batches) or 1
+    micro_batch = count_samples(result)
     setting = Setting(
         strategy=strategy,
         mesh=mesh,
@@ -154,9 +154,41 @@ def describe_setting(
         optimizer=_implementation(seen),
         allocator=_allocator(command),
     )
+    notes += _note_lengths(result)
     if result.steps < 3:  # noqa: PLR2004 - as many as are followed
         notes.append(f"the script took only {result.steps} optimizer step{'s' * (result.steps > 1)}")
     return setting, _list_facts(setting, result, seen), notes
+
+
+PREFETCHED = 2
+"""Batches that a framework may have loaded ahead of the passes that use them."""
+
+
+def count_samples(result: ScriptResult) -> int:
+    """Return the samples of a micro-batch: the rows of the model's input, unless a collator joined samples.
+
+    Packing puts all samples into one row, and graphs or several views of a sample become many rows. Then the
+    samples are those that the loader fetched, if it fetched one batch for each backward pass.
+    """
+    rows = _most_common(result.micro_batches) or 1
+    samples = _most_common(result.fetched) or 1
+    batches = sum(count for _, count in result.fetched)
+    is_joined = samples > 1 and (rows == 1 or rows > samples)
+    return samples if is_joined and 0 <= batches - result.passes <= PREFETCHED else rows
+
+
+def _note_lengths(result: ScriptResult) -> list[str]:
+    """Note what a length costs that attention has not had before."""
+    trace = result.trace
+    if len(result.lengths) < 2 or trace is None:  # noqa: PLR2004 - all inputs have the same length
+        return []
+    if not any("cudnn_attention" in work.op for work in trace.works):
+        return []
+    note = (
+        f"time: inputs had {len(result.lengths)} different lengths. cuDNN prepares its attention for each, "
+        "which takes about 0.16 s once (measured on an H200); the step time is that of lengths seen before"
+    )
+    return [note]
 
 
 def _implementation(seen: dict[str, ScriptFact]) -> OptimizerImplementation:
@@ -184,11 +216,15 @@ def _list_facts(
 ) -> tuple[ScriptFact, ...]:
     """Return what was found out, in the order that people ask for."""
     inputs = "the first side of the model's input in training"
-    facts = [ScriptFact(name="micro_batch", value=str(setting.micro_batch), where=inputs)]
+    facts = [
+        ScriptFact(name="micro_batch", value=str(setting.micro_batch), where=_where_samples(setting, result))
+    ]
     if len(result.micro_batches) > 1:
         sizes = ", ".join(str(size) for size, _ in sorted(result.micro_batches))
         facts.append(ScriptFact(name="micro_batches_seen", value=sizes, where=inputs))
     where = "backward passes between two optimizer steps that repeat the same work"
+    if result.is_mean:
+        where = "backward passes between two optimizer steps; their sizes differ, one of mean size is timed"
     facts.append(ScriptFact(name="accumulation", value=str(setting.accumulation), where=where))
     facts.append(
         ScriptFact(
@@ -209,6 +245,16 @@ def _list_facts(
         text = f"{result.loader_s * 1000:.0f} ms a batch"
         facts.append(ScriptFact(name="loading", value=text, where="measured on this machine's CPU"))
     return tuple(facts)
+
+
+def _where_samples(setting: Setting, result: ScriptResult) -> str:
+    """Return where the micro-batch was seen."""
+    rows = _most_common(result.micro_batches) or 1
+    if rows == setting.micro_batch:
+        return "the first side of the model's input in training"
+    longest = max((length for length, _ in result.lengths), default=0)
+    shape = f"{rows} row{'s' * (rows > 1)}" + (f" of up to {longest:,} tokens" if longest else "")
+    return f"the data loader's samples in a batch; the model gets {shape} made of them"
 
 
 def measure_phases(trace: Trace, result: ScriptResult) -> tuple[PhasePeak, ...]:

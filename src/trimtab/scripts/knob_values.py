@@ -97,14 +97,20 @@ def observe(knobs: KnobSet, setting: Setting) -> KnobSet:
 
 
 def write_setting(
-    command: ScriptCommand, knobs: KnobSet, setting: Setting, *, now: Setting | None = None
+    command: ScriptCommand,
+    knobs: KnobSet,
+    setting: Setting,
+    *,
+    now: Setting | None = None,
+    in_files: bool = False,
 ) -> tuple[ScriptCommand, tuple[str, ...]]:
     """Return the command line of a setting, and notes on what changed; raise what it cannot express.
 
     The notes name each change: '--batch_size 16 instead of --batch_size 64'. `now` is what the command
-    trains with: precision, recompute and compile are left alone where they are the same.
+    trains with: precision, recompute and compile are left alone where they are the same. With `in_files`,
+    what a config file sets is changed there, and not overridden on the command line.
     """
-    editor = OptionEditor(command)
+    editor = OptionEditor(command, in_files=in_files)
     notes: list[str] = []
     after = _write_counts(editor, knobs, setting, notes)
     for field in WORDS:
@@ -118,10 +124,10 @@ def write_setting(
 
 
 def write_values(
-    command: ScriptCommand, knobs: KnobSet, values: Mapping[str, str]
+    command: ScriptCommand, knobs: KnobSet, values: Mapping[str, str], *, in_files: bool = False
 ) -> tuple[ScriptCommand, tuple[str, ...]]:
     """Return the command line with other values of options, by name, and notes on what changed."""
-    editor = OptionEditor(command)
+    editor = OptionEditor(command, in_files=in_files)
     notes: list[str] = []
     for name, value in values.items():
         knob = next(knob for knob in knobs.knobs if knob.name == name)

@@ -94,6 +94,14 @@ class MicroBatchWork:
         """Return whether it does the same work; a first backward pass adds to no earlier gradients."""
         return self.calls == other.calls and self.forward == other.forward
 
+    @property
+    def outline(self) -> tuple[Any, ...]:
+        """The called models and the kinds of their inputs, without sizes."""
+        return tuple(
+            (module, tuple((len(leaf[0]), leaf[1]) for leaf in inputs if isinstance(leaf, tuple)))
+            for module, inputs in self.calls
+        )
+
 
 @dataclass
 class PhaseWindow:
@@ -140,6 +148,8 @@ class Observer:
     windows: list[PhaseWindow] = field(default_factory=list)
     units: list[MicroBatchWork] = field(default_factory=list)
     accumulation: int = 1
+    is_mean: bool = False
+    """Whether the micro-batches of a step differ in size, and the one nearest to their mean is timed."""
     sequence: tuple[int, ...] = ()
     engine: tuple[bool, ...] = ()
     """The work of the last complete step: one micro-batch and the optimizer."""
@@ -149,6 +159,10 @@ class Observer:
     micro_batches: dict[int, int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     """Training calls by the first and by the second side of their first input."""
+    passes: int = 0
+    """Backward passes."""
+    fetched: dict[int, int] = field(default_factory=dict)
+    """Batches that loaders gave during training, by their number of samples."""
     loader_s: float = 0.0
     loader_batches: int = 0
     notes: dict[str, None] = field(default_factory=dict)
@@ -175,6 +189,8 @@ class Observer:
     _described: Any = None
     """The model of the last training call."""
     _described_line: str = ""
+    compiled_graphs: int = 0
+    """Graphs that torch's compiler compiled for the script."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -190,9 +206,9 @@ class Observer:
         """Run a module, or return what it returned before if the call only repeats others."""
         if threading.get_ident() != self._main or self.recorder.paused:
             return self._enter(call, module, args, kwargs)
-        if self._depth and self._described is not None and "precision" not in self.facts:
+        if self._depth:
             # Frameworks turn autocast on inside of the model's call.
-            self.learn("precision", *describe_precision(self._described), self._described_line)
+            self.note_precision()
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
@@ -224,6 +240,11 @@ class Observer:
         out = self._enter(call, module, args, kwargs, root=True)
         cached.outputs = tree_map(_forget_graph, out)
         return out
+
+    def note_precision(self) -> None:
+        """Note the precision of the training call that is running, if it is not known yet."""
+        if self._described is not None and "precision" not in self.facts:
+            self.learn("precision", *describe_precision(self._described), self._described_line)
 
     def _repeat_outputs(self, module: Any, outputs: Any, *, training: bool) -> Any:
         anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
@@ -295,7 +316,9 @@ class Observer:
         shaped = [tensor for tensor in tensors if tensor.dim() > 0]
         if not shaped:
             return
-        first = next((tensor for tensor in shaped if not tensor.is_floating_point()), shaped[0])
+        # Indices show the length as well; other indices, such as the edges of a graph, have no samples.
+        indices = (tensor for tensor in shaped if not tensor.is_floating_point())
+        first = next((tensor for tensor in indices if tensor.shape[0] == shaped[0].shape[0]), shaped[0])
         # A vector of numbers is one sample without a batch dimension.
         size = 1 if first.dim() == 1 and first.is_floating_point() else first.shape[0]
         self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
@@ -326,6 +349,7 @@ class Observer:
         self._late_passes += self.is_over
         if self._backward_depth or self.is_over or "step0" not in self.recorder.marks:
             return
+        self.passes += 1
         sequence = self.recorder.sequence
         begin = self.units[-1].end if self.units else 0
         skipped, self._is_skipped = self._is_skipped, False
@@ -341,8 +365,7 @@ class Observer:
         self._inputs = []
 
     def _note_optimizer(self, optimizer: Any) -> None:
-        if "precision" not in self.facts and self._described is not None:
-            self.learn("precision", *describe_precision(self._described), self._described_line)
+        self.note_precision()
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
@@ -369,7 +392,9 @@ class Observer:
         self._close_step()
         self.steps += 1
         recorder = self.recorder
-        if self.steps == STEPS - 1 and recorder.repeat_step("step0", "step1", "step2"):
+        # Compiled code may still be compiled again and tuned in the second step.
+        is_eager = not recorder.uses_compile
+        if self.steps == STEPS - 1 and is_eager and recorder.repeat_step("step0", "step1", "step2"):
             # The second step left exactly what it found: a third would be the same.
             self.steps = STEPS
         recorder.mark_phase("end" if self.steps == STEPS else f"step{self.steps}", "activations")
@@ -385,12 +410,13 @@ class Observer:
         """Keep the work of the step: one micro-batch and the optimizer, or all if the passes differ."""
         recorder, units = self.recorder, self.units
         sequence, engine = recorder.sequence, recorder.by_engine
-        self.accumulation = 1
-        if len(units) > 1 and all(unit.repeats(units[0]) for unit in units):
+        self.accumulation, self.is_mean = 1, False
+        if len(units) > 1 and all(unit.outline == units[0].outline for unit in units):
             self.accumulation = len(units)
-            first, tail = units[0], units[-1].end
-            self.sequence = (*sequence[first.begin : first.end], *sequence[tail:])
-            self.engine = (*engine[first.begin : first.end], *engine[tail:])
+            self.is_mean = not all(unit.repeats(units[0]) for unit in units)
+            shown, tail = self._find_mean(units) if self.is_mean else units[0], units[-1].end
+            self.sequence = (*sequence[shown.begin : shown.end], *sequence[tail:])
+            self.engine = (*engine[shown.begin : shown.end], *engine[tail:])
         else:
             self.sequence, self.engine = tuple(sequence), tuple(engine)
         self.recomputed_flops = recorder.recomputed_flops // max(1, sum(not unit.skipped for unit in units))
@@ -399,6 +425,31 @@ class Observer:
         self._inputs = []
         recorder.sequence, recorder.by_engine = [], []
         recorder.recomputed_flops = 0
+
+    def _find_mean(self, units: list[MicroBatchWork]) -> MicroBatchWork:
+        """Return the micro-batch whose work is nearest to the mean: FLOPs, or bytes if there are none."""
+        works = list(self.recorder.works)
+        sequence = self.recorder.sequence
+        amounts = [
+            tuple(
+                sum(getattr(works[number], name) for number in sequence[unit.begin : unit.end])
+                for name in ("flops", "read_bytes")
+            )
+            for unit in units
+            if not unit.skipped
+        ]
+        means = [sum(column) / len(amounts) for column in zip(*amounts, strict=True)]
+        ran = [unit for unit in units if not unit.skipped]
+        nearest = min(
+            range(len(ran)),
+            key=lambda place: [abs(amounts[place][column] - means[column]) for column in range(2)],
+        )
+        return ran[nearest]
+
+    def note_fetch(self, samples: int) -> None:
+        """Note that a loader gave a batch of so many samples."""
+        if torch.is_grad_enabled() and not self.is_over:
+            self.fetched[samples] = self.fetched.get(samples, 0) + 1
 
     def check_time(self) -> None:
         """End the script if it goes on for long after its third step."""

@@ -75,10 +75,11 @@ def _patch_flex_attention(observer: Observer) -> None:
         return_lse: bool = False,
         **options: Any,
     ) -> Any:
-        observer.notes[
-            f"flex_attention ({find_script_line()}) is taken to cost as much as flash attention"
-            + (", with half of the scores masked" if block_mask is not None else "")
-        ] = None
+        if not torch.compiler.is_compiling():
+            observer.notes[
+                f"flex_attention ({find_script_line()}) is taken to cost as much as flash attention"
+                + (", with half of the scores masked" if block_mask is not None else "")
+            ] = None
         square = query.shape[-2] == key.shape[-2]
         out = torch.nn.functional.scaled_dot_product_attention(
             query,

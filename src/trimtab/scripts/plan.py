@@ -16,7 +16,7 @@ from trimtab.planner.plan_files import FILE_PREFIX, describe_places, read_versio
 from trimtab.planner.search import memory_limit
 from trimtab.planner.space import list_layouts
 from trimtab.scripts.command import format_command, set_processes
-from trimtab.scripts.knob_values import observe, read_split, write_setting
+from trimtab.scripts.knob_values import observe, read_split, write_setting, write_values
 from trimtab.scripts.plan_reasons import (
     list_left_out,
     list_reasons,
@@ -83,6 +83,7 @@ def plan_script(  # noqa: PLR0913 - what a plan depends on
         raise make_nothing_fits(search, layout)
     estimate = add_totals(best.run.estimate, best.setting, given)
     report = best.run.script
+    applied = _apply_in_files(search, best)
     return Plan(
         job=format_command(command),
         choice=best.setting,
@@ -125,9 +126,19 @@ def plan_script(  # noqa: PLR0913 - what a plan depends on
                 for note in dict.fromkeys((*knobs.notes, *notes, *report.notes))
                 if note not in estimate.assumptions
             ),
+            edits=applied.changes,
+            command_after_apply=format_command(applied) if applied.words != best.command.words else "",
         ),
         phases=best.run.phases,
     )
+
+
+def _apply_in_files(search: ScriptSearch, best: ScriptAttempt) -> ScriptCommand:
+    """Return the command with the changes where `trimtab apply` writes them: in files that hold them."""
+    if not best.changes or not any(knob.option.file for knob in search.knobs.knobs):
+        return best.command
+    command, _ = write_setting(search.command, search.knobs, best.setting, now=search.now, in_files=True)
+    return write_values(command, search.knobs, dict(best.values), in_files=True)[0]
 
 
 def _check_pins(policy: Policy) -> None:

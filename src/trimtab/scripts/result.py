@@ -26,8 +26,16 @@ class ScriptResult(Noun, frozen=True, kw_only=True):
     windows: tuple[tuple[str, int, int], ...] = ()
     """Phases: their name, and where in the trace's order they begin and end."""
     steps: int = 0
+    compiled_graphs: int = 0
+    """Graphs that torch's own compiler compiled. If it compiled none, compiled code was followed as eager."""
     accumulation: int = 1
-    """Backward passes of a step that repeat the same work."""
+    """Backward passes of a step that repeat the same work, or work of another size."""
+    is_mean: bool = False
+    """Whether they differ in size, and the trace has the work of the one nearest to their mean."""
+    passes: int = 0
+    """Backward passes in all steps."""
+    fetched: tuple[tuple[int, int], ...] = ()
+    """Batches that loaders gave for training by their number of samples: the number, and how many batches."""
     micro_batches: tuple[tuple[int, int], ...] = ()
     """Training calls of the model by the first side of their input: the side, and how many."""
     lengths: tuple[tuple[int, int], ...] = ()

@@ -31,6 +31,8 @@ class OptionForm(StrEnum):
     """name=value."""
     VARIABLE = "variable"
     """An environment variable."""
+    CONFIG = "config"
+    """A key of a config file that nothing on the command line overrides."""
 
 
 class OptionValue(StrEnum):
@@ -65,6 +67,12 @@ class ScriptOption(Noun, frozen=True, kw_only=True):
     """File and line."""
     variable: str = ""
     """The attribute or name that holds it in the script."""
+    file: str = ""
+    """The config file that sets it, as the command names it; empty if none does."""
+    key: tuple[str | int, ...] = ()
+    """Where it is in the file, from the outside in."""
+    in_file: Any = None
+    """Its value in the file; None if the file does not have it yet."""
 
     def faults(self) -> list[str]:
         """Check that it has a name."""

@@ -17,6 +17,7 @@ from torch.nn.parallel import comm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.errors import CannotFollow
+from trimtab.scripts.compile_patches import patch_compile
 from trimtab.scripts.cuda_patches import act_as_worker, copy_for_worker, patch_cuda_tools
 from trimtab.scripts.file_patches import patch_files
 from trimtab.scripts.group_patches import patch_groups
@@ -25,6 +26,7 @@ from trimtab.scripts.observer import Observer, find_script_line, put
 from trimtab.scripts.operation_patches import patch_operations
 from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
+from trimtab.scripts.triton_patches import patch_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,9 +50,10 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     patch_operations(observer)
     patch_groups(observer, world_size)
     patch_processes(observer)
-    _patch_compile(observer)
+    patch_compile(observer)
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
+    patch_triton(observer)
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.
@@ -234,6 +237,24 @@ def _patch_loaders(observer: Observer) -> None:
         return batch
 
     put(_BaseDataLoaderIter, "__next__", next_batch)
+    _patch_fetchers(observer)
+
+
+def _patch_fetchers(observer: Observer) -> None:
+    """Count the samples of each batch: a collator may join them, so that the batch does not show them."""
+    from torch.utils.data._utils import fetch as fetchers
+
+    def watch(original: Any) -> Any:
+        @functools.wraps(original)
+        def fetch(fetcher: Any, index: Any) -> Any:
+            if isinstance(index, list | tuple):
+                observer.note_fetch(len(index))
+            return original(fetcher, index)
+
+        return fetch
+
+    for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
+        put(kind, "fetch", watch(kind.fetch))
 
 
 LAST_BATCHES = 3
@@ -262,6 +283,10 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
     put(torch.cuda, "memory_summary", lambda *_, **__: "")
     put(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     put(torch, "Generator", CpuGenerator)
+    _patch_constants()
+    # `with torch.cuda.device(...)` asks a build with CUDA which device was the current one.
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        put(torch.cuda, name, lambda _: 0)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise CannotFollow(
@@ -277,19 +302,22 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
     put(comm, "gather", lambda tensors, *_, **__: tensors[0])
 
 
-def _patch_compile(observer: Observer) -> None:
-    """Follow compiled models without compiling; what compiling saves is guessed afterwards."""
+def _patch_constants() -> None:
+    """Let every thread make a tensor of numbers on the GPU, as a custom backward pass does on autograd's.
 
-    def compile_nothing(model: Any = None, **_: Any) -> Any:
-        observer.learn("compile", "true", "torch.compile")
-        return model if model is not None else (lambda function: function)
+    torch must make it on the CPU and copy it, which is a setting of the thread.
+    """
 
-    put(torch, "compile", compile_nothing)
+    def wrap(make: Any) -> Any:
+        @functools.wraps(make)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            torch._C._set_only_lift_cpu_tensors(True)
+            return make(*args, **kwargs)
 
-    def compile_module(module: Any, *_: Any, **__: Any) -> None:
-        observer.learn("compile", "true", "Module.compile")
+        return run
 
-    put(torch.nn.Module, "compile", compile_module)
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")):
+        put(owner, name, wrap(getattr(owner, name)))
 
 
 def _patch_checkpointing(observer: Observer) -> None:

@@ -51,7 +51,7 @@ from trimtab.spec.run import (
     WatchedRun,
     WatchSample,
 )
-from trimtab.spec.script import PhasePeak, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
+from trimtab.spec.script import PhasePeak, ScriptChange, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
 from trimtab.spec.setting import Allocator, Mesh, OptimizerImplementation, Recompute, Setting, Share, Strategy
 from trimtab.spec.trace import KINDS, PARTS, SizeCause, Trace, Work
 from trimtab.spec.workload import BatchLoss, Workload
@@ -104,6 +104,7 @@ __all__ = [
     "Recompute",
     "Rejection",
     "Scheduler",
+    "ScriptChange",
     "ScriptCommand",
     "ScriptFact",
     "ScriptPlan",

@@ -568,12 +568,13 @@ class PlanToApply(CommandRequest, frozen=True):
     to: Annotated[
         Places,
         option(
-            "Config file, a place in one (config.py:slm_config), or a folder with stages. Can be repeated.",
+            "Config file, a place in one (config.py:slm_config), or a folder with stages; for the plan of a "
+            "training command, a shell script that holds the command. Can be repeated.",
             metavar="FILE[:PATH]",
             many=True,
             required=False,
         ),
-    ]
+    ] = ()
 
 
 class ApplyRequest(PlanToApply, frozen=True, kw_only=True):

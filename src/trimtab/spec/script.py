@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trimtab.spec.base import Noun
+
+
+class ScriptChange(Noun, frozen=True, kw_only=True):
+    """An option of a training command that gets another value: on the command line, or in a config file."""
+
+    names: tuple[str, ...]
+    """As typed: --batch-size and -b."""
+    value: str
+    """The new value; true or false for a switch."""
+    text: str
+    """The change in words: '--batch-size 16 instead of --batch-size 64'."""
+    form: str = "flag"
+    """How it is written: flag, joined, key, variable, or config for a key that only a file holds."""
+    kind: str = "text"
+    """What values it takes: text, integer, switch, pair, boolean or optional-boolean."""
+    off_name: str = ""
+    default: str | None = None
+    is_launcher: bool = False
+    """Whether it is an option of torchrun or accelerate, before the script."""
+    file: str = ""
+    """The config file that holds it; empty for an option of the command line."""
+    key: tuple[str | int, ...] = ()
+    """Where it is in the file, from the outside in."""
+    before: Any = None
+    """The value in the file; None if the key is added."""
+    after: Any = None
+    """The value for the file."""
+
+    def faults(self) -> list[str]:
+        """Check that it says where it is."""
+        wrong = [] if self.names and all(self.names) else ["a change has no name"]
+        return wrong + (["a change of a file has no key"] if self.file and not self.key else [])
 
 
 class ScriptCommand(Noun, frozen=True, kw_only=True):
@@ -34,6 +68,8 @@ class ScriptCommand(Noun, frozen=True, kw_only=True):
     """Words that the launcher puts before `arguments`: --local-rank=0 of torch.distributed.launch."""
     notes: tuple[str, ...] = ()
     """What was left out of the command or assumed about it, for the user to see."""
+    changes: tuple[ScriptChange, ...] = ()
+    """What differs from the command that was given; those of files are not in `words`."""
 
     @property
     def world_size(self) -> int:
@@ -92,6 +128,10 @@ class ScriptPlan(Noun, frozen=True, kw_only=True):
     """Files that the script would have written, with their sizes; nothing was written."""
     notes: tuple[str, ...] = ()
     """What was assumed about the script's options, for the user to see."""
+    edits: tuple[ScriptChange, ...] = ()
+    """What `trimtab apply` writes: options of the command, and keys of config files."""
+    command_after_apply: str = ""
+    """The command line to type once config files are written; empty if it is `command`."""
 
     def faults(self) -> list[str]:
         """Check that there is a command."""

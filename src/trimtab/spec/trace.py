@@ -24,6 +24,8 @@ KINDS = (
 module cost only host time."""
 ENTER, LEAVE = "enter", "leave"
 """Names of the calls at the start and end of the model: torch.compile compiles what is between them."""
+GRAPH_ENTER, GRAPH_LEAVE = "enter graph", "leave graph"
+"""Names of the calls at the start and end of a compiled graph, in a trace of partly compiled code."""
 GRADIENT = "gradient"
 """Name of the allocations of 0 bytes that mark when a parameter's gradient is complete."""
 STATISTICS = "sync_batchnorm"

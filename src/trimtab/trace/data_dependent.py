@@ -47,6 +47,10 @@ FILL_OPS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
 """Operations that set all entries to the same value: that value, from the arguments."""
 RAGGED_ATTRIBUTE = "_trimtab_ragged"
 """Attribute of a tensor whose length depends on values that the model computes: that length."""
+VALUE_ATTRIBUTES = (
+    REAL_ATTRIBUTE, RAGGED_ATTRIBUTE, "_trimtab_value", "_trimtab_share", "_trimtab_range", "_trimtab_order",
+)  # fmt: skip
+"""Attributes of a fake tensor that say something about its values."""
 PUT_WORDS = ("index_put", "index_add", "index_copy", "index_fill", "scatter")
 """Words in operations whose result is as long as their first argument."""
 VALUE_KEEPING_OPS = {"aten::_amp_foreach_non_finite_check_and_unscale_"}

@@ -114,7 +114,7 @@ def describe_work(  # noqa: PLR0911 - one way out for each kind
     if not any(_is_on_device(tensor) for tensor in (*inputs, *results)):
         return None
     if name in WAIT_OPS:
-        return Work(op=name, kind="wait", dtype="", read_bytes=sum(map(_bytes, inputs)))
+        return Work(op=name, kind="wait", dtype="", read_bytes=sum(map(count_bytes, inputs)))
     if any(map(is_sparse, (*inputs, *results))):
         return _describe_sparse(name, inputs, results)
     rule = _RULES.get(name)
@@ -154,7 +154,7 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return bool((tensor.device if device is None else device).type == "cuda")
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def count_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of memory that reading a tensor once touches."""
     counts = (
         size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0
@@ -174,14 +174,14 @@ def _describe_matrix(name: str, args: tuple[Any, ...], out: Any) -> Work:
     batch = left.shape[0] if left.dim() > 2 else 1  # noqa: PLR2004 - a batch of matrices
     rows, inner = left.shape[-2], left.shape[-1]
     columns = right.shape[-1]
-    extra = _bytes(args[0]) if name in ("aten::addmm", "aten::baddbmm") else 0
+    extra = count_bytes(args[0]) if name in ("aten::addmm", "aten::baddbmm") else 0
     return Work(
         op=name,
         kind="matrix",
         dtype=matrix_dtype(left),
         flops=2 * batch * rows * columns * inner,
-        read_bytes=_bytes(left) + _bytes(right) + extra,
-        write_bytes=_bytes(out),
+        read_bytes=count_bytes(left) + count_bytes(right) + extra,
+        write_bytes=count_bytes(out),
         dims=(batch, rows, columns, inner, min(map(_alignment, (left, right, out)))),
         fresh=hasattr(left, RAGGED_ATTRIBUTE) or hasattr(right, RAGGED_ATTRIBUTE),
     )
@@ -191,7 +191,7 @@ def _describe_sparse(name: str, inputs: list[torch.Tensor], results: list[torch.
     """Return the work on sparse tensors: a product reads a row of the dense matrix for each non-zero."""
     sparse = next((tensor for tensor in inputs if is_sparse(tensor)), None)
     reads, writes = (
-        sum(sparse_bytes(tensor) if is_sparse(tensor) else _bytes(tensor) for tensor in tensors)
+        sum(sparse_bytes(tensor) if is_sparse(tensor) else count_bytes(tensor) for tensor in tensors)
         for tensors in (inputs, results)
     )
     lead = next((tensor for tensor in (*results, *inputs) if not is_sparse(tensor)), None)
@@ -235,8 +235,8 @@ def _describe_grouped(name: str, args: tuple[Any, ...], out: Any) -> Work:
         kind="matrix",
         dtype=matrix_dtype(left),
         flops=2 * groups * rows * columns * inner,
-        read_bytes=_bytes(left) + _bytes(right),
-        write_bytes=_bytes(out),
+        read_bytes=count_bytes(left) + count_bytes(right),
+        write_bytes=count_bytes(out),
         dims=(groups, rows, columns, inner, min(map(_alignment, (left, right, out)))),
         kernels=groups if _runs_group_by_group(left) else 1,
     )
@@ -262,7 +262,7 @@ def _describe_convolution(name: str, args: tuple[Any, ...], out: Any) -> Work:
     pass_flops = 2 * pixels * weight.shape[0] * inner
     layouts = {_is_channels_last(tensor) for tensor in ((source, result) if backward else (source,))}
     layout = MIXED_LAYOUT if len(layouts) > 1 else int(layouts.pop())
-    moved = _bytes(narrow) + _bytes(wide) + _bytes(weight)
+    moved = count_bytes(narrow) + count_bytes(wide) + count_bytes(weight)
     return Work(
         op=name,
         kind="convolution",
@@ -294,15 +294,15 @@ def _describe_attention(name: str, args: tuple[Any, ...]) -> Work:
         flops //= 2
     if backward:
         flops = flops * 5 // 2
-    moved = _bytes(query) + _bytes(key) + _bytes(value)
+    moved = count_bytes(query) + count_bytes(key) + count_bytes(value)
     bias = next((tensor for tensor in tensors[3:4] if not backward), None)
     return Work(
         op=name,
         kind="attention",
         dtype=matrix_dtype(query),
         flops=flops,
-        read_bytes=moved * (2 if backward else 1) + (_bytes(bias) if bias is not None else 0),
-        write_bytes=moved if backward else _bytes(query),
+        read_bytes=moved * (2 if backward else 1) + (count_bytes(bias) if bias is not None else 0),
+        write_bytes=moved if backward else count_bytes(query),
         dims=(batch, heads, queries, keys, size, int(causal)),
         kernels=3 if backward else 1,
     )
@@ -356,7 +356,7 @@ def _describe_recurrent(name: str, args: tuple[Any, ...], _: Any) -> Work:
         kind="recurrent",
         dtype=matrix_dtype(source, convolution=True),
         flops=flops,
-        read_bytes=steps * sum(map(_bytes, matrices)) + _bytes(source),
+        read_bytes=steps * sum(map(count_bytes, matrices)) + count_bytes(source),
         write_bytes=inputs * size * source.element_size() * layers,
         dims=(layers * (2 if both else 1), steps, batch, size),
         kernels=steps * layers * (2 if both else 1),
@@ -378,15 +378,15 @@ def _describe_multi_tensor(
         op=name,
         kind="optimizer",
         dtype=dtype_name(lead[0].dtype) if lead else "",
-        read_bytes=sum(map(_bytes, inputs)),
-        write_bytes=0 if norm else sum(map(_bytes, changed)) + sum(map(_bytes, results)),
+        read_bytes=sum(map(count_bytes, inputs)),
+        write_bytes=0 if norm else sum(map(count_bytes, changed)) + sum(map(count_bytes, results)),
         dims=(len(lead), numbers),
         kernels=count_launches(len(lead), numbers),
     )
 
 
 def _describe_collective(name: str, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> Work:
-    sizes = [_bytes(tensor) for tensor in (*inputs, *results)]
+    sizes = [count_bytes(tensor) for tensor in (*inputs, *results)]
     return Work(
         op=f"{STATISTICS} {name}" if SharedStatistics.in_collective else name,
         kind="collective",
@@ -405,36 +405,38 @@ def _describe_elementwise(
 ) -> Work:
     changed = [tensor for place in written if place < len(args) for tensor in _list_tensors(args[place])]
     outputs = {id(tensor): tensor for tensor in (*changed, *results)}
-    writes = sum(map(_bytes, outputs.values()))
+    writes = sum(map(count_bytes, outputs.values()))
     lead = next(iter(outputs.values()), inputs[0] if inputs else None)
     base = name.partition("::")[2]
     words = set(base.strip("_").split("_"))
     kind = "pointwise"
-    reads = sum(map(_bytes, inputs))
+    reads = sum(map(count_bytes, inputs))
     if any(word in base for word in GATHER_WORDS):
         kind = "gather"
         if "dense_backward" not in base and not changed:
             # Only the rows that are taken are read.
-            tables = max((_bytes(tensor) for tensor in inputs), default=0)
+            tables = max((count_bytes(tensor) for tensor in inputs), default=0)
             reads = reads - tables + min(tables, writes)
         elif changed:
             # Only the rows that are put are written.
-            put = sum(_bytes(tensor) for tensor in inputs if all(tensor is not other for other in changed))
+            put = sum(
+                count_bytes(tensor) for tensor in inputs if all(tensor is not other for other in changed)
+            )
             reads, writes = put, min(writes, put)
     elif name not in POINTWISE_OPS and words & set(REDUCTION_WORDS):
         kind = "reduction"
     if "nll_loss_forward" in base:
         # One number per row is read.
-        reads = _bytes(inputs[1])
+        reads = count_bytes(inputs[1])
     elif "nll_loss_backward" in base:
-        reads = _bytes(inputs[0])
+        reads = count_bytes(inputs[0])
     elif name in ("aten::zero_", "aten::fill_", "aten::zeros", "aten::ones", "aten::full", "aten::new_zeros",
                 "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::uniform_", "aten::normal_",
                 "aten::bernoulli_", "aten::arange"):  # fmt: skip
         reads = 0
     elif "copy_" in base and changed:
         # Overwritten tensors are not read.
-        reads -= sum(map(_bytes, changed))
+        reads -= sum(map(count_bytes, changed))
     largest = max(inputs, key=torch.Tensor.numel, default=lead)
     return Work(
         op=name,

@@ -64,11 +64,13 @@ def trace_settings(  # noqa: PLR0913 - the fields of a TraceRequest, with severa
     clip: float | None = None,
     cache: bool = True,
     worker: WorkerProcess | None = None,
+    timeout_s: float | None = None,
 ) -> list[Trace | TrimtabError]:
     """Return the trace or the error of each setting of a job; trace settings that are not cached.
 
     An error that concerns all settings, such as a job that cannot be loaded, is raised. Without `worker`,
-    a worker process is started for this call.
+    a worker process is started for this call. All of it may take `timeout_s` seconds; None: the usual limit
+    for each setting.
     """
     requests = TraceRequests(
         job=job,
@@ -87,16 +89,18 @@ def trace_settings(  # noqa: PLR0913 - the fields of a TraceRequest, with severa
     }
     if missing:
         uncached = requests.replace(settings=tuple(missing.values()))
-        for key, answer in zip(missing, _ask_worker(uncached, worker), strict=True):
+        for key, answer in zip(missing, _ask_worker(uncached, worker, timeout_s), strict=True):
             answers[key] = answer
             if isinstance(answer, Trace):
                 TRACES.store(key, answer.to_json())
     return [answers[key] for key in keys]
 
 
-def _ask_worker(requests: TraceRequests, worker: WorkerProcess | None) -> list[Trace | TrimtabError]:
+def _ask_worker(
+    requests: TraceRequests, worker: WorkerProcess | None, timeout_s: float | None
+) -> list[Trace | TrimtabError]:
     rounds = 1 + -(-len(requests.settings) // max_forks())
-    timeout_s = rounds * requests.timeout_s
+    timeout_s = rounds * requests.timeout_s if timeout_s is None else timeout_s
     if worker is not None:
         answers = worker.ask_all(requests, timeout_s=timeout_s)
     else:
