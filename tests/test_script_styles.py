@@ -55,6 +55,20 @@ def test_training_on_the_cpu_is_refused() -> None:
 
 
 @pytest.mark.slow
+def test_an_optimizer_that_steps_less_often_is_waited_for() -> None:
+    found = follow("critic.py")
+    values = values_of(found)
+    assert values["optimizer"] == "RMSprop (foreach)"
+    assert "Adam (foreach) 2x" in values["optimizers"]
+    # Both states of the generator's Adam, and one of the critic's RMSprop.
+    generator = 16 * 512 + 512 + 512 * 784 + 784
+    critic = 784 * 128 + 128 + 128 + 1
+    assert found.estimate.parts.optimizer >= 4 * (2 * generator + critic)
+    rare = follow("critic.py", "--n-critic", "30")
+    assert [note for note in rare.estimate.assumptions if "Adam (foreach) stepped 0 times" in note]
+
+
+@pytest.mark.slow
 def test_the_first_of_several_training_processes_is_followed() -> None:
     found = follow("shared_model.py")
     assert values_of(found)["micro_batch"] == "16"

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 SEEN_FACTS = (
     "precision",
     "optimizer",
+    "optimizers",
     "recompute",
     "compile",
     "gpus",

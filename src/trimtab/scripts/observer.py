@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
+WAIT_STEPS, WAIT_S = 12, 30.0
+"""Further steps, and the time for them, that may pass until every optimizer has stepped."""
 EMPTY_LOADERS = 8
 """Times that a script may begin to load data after its third step, for further epochs without batches."""
 BENCHMARK_NOTE = (
@@ -191,6 +194,11 @@ class Observer:
     _described_line: str = ""
     compiled_graphs: int = 0
     """Graphs that torch's compiler compiled for the script."""
+    made_optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Optimizers of torch.optim that the script has made, and still has."""
+    _step_counts: dict[int, int] = field(default_factory=dict)
+    _waited: int = 0
+    _waits_until: float = 0.0
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -369,10 +377,20 @@ class Observer:
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
+            self._step_counts[id(optimizer)] = self._step_counts.get(id(optimizer), 0) + 1
             if id(optimizer) not in self.optimizers:
                 self.optimizers[id(optimizer)] = optimizer
                 self.learn("optimizer", describe_optimizer(optimizer))
             self._label_optimizer(optimizer)
+
+    def note_optimizers(self) -> None:
+        """Note every optimizer that stepped, if there are several."""
+        counts = [
+            f"{describe_optimizer(optimizer)} {self._step_counts[number]}x"
+            for number, optimizer in self.optimizers.items()
+        ]
+        if len(counts) > 1:
+            self.learn("optimizers", ", ".join(counts), "steps of each in the steps that were followed", "")
 
     def end_step(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; None if the script changes its parameters without one."""
@@ -390,6 +408,8 @@ class Observer:
                 self.finish()
             return
         self._close_step()
+        if self._waits_for_optimizers():
+            return
         self.steps += 1
         recorder = self.recorder
         # Compiled code may still be compiled again and tuned in the second step.
@@ -405,6 +425,30 @@ class Observer:
             self.open_window("")
         elif self.windows[-1].name in (FIRST, STEADY, ""):
             self.open_window(STEADY)
+
+    def _waits_for_optimizers(self) -> bool:
+        """Return whether to see more of this step: another optimizer, which steps less often, is still due.
+
+        The second step needs the states of every optimizer, the third their second step.
+        """
+        due = [
+            optimizer
+            for optimizer in self.made_optimizers
+            if self.steps and self._step_counts.get(id(optimizer), 0) < self.steps
+        ]
+        if not due:
+            return False
+        self._waits_until = self._waits_until or time.monotonic() + WAIT_S
+        self._waited += 1
+        if self._waited <= WAIT_STEPS and time.monotonic() < self._waits_until:
+            return True
+        kinds = ", ".join(sorted({describe_optimizer(optimizer) for optimizer in due}))
+        fewest = min(self._step_counts.get(id(optimizer), 0) for optimizer in due)
+        self.notes[
+            f"of the script's optimizers, {kinds} stepped {fewest} times while the first one stepped "
+            f"{self._step_counts[self._first]} times: what its step needs may be missing here"
+        ] = None
+        return False
 
     def _close_step(self) -> None:
         """Keep the work of the step: one micro-batch and the optimizer, or all if the passes differ."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,9 +138,6 @@ def _patch_modules(observer: Observer) -> None:
     put(torch.nn.Module, "__call__", call)
 
 
-made_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
 def find_moved_parameters(optimizer: Any) -> None:
     """Give an optimizer the parameters that its own have become."""
     for group in getattr(optimizer, "param_groups", ()):
@@ -158,7 +154,7 @@ def _patch_optimizers(observer: Observer) -> None:
     @functools.wraps(make)
     def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         observer.has_optimizer = True
-        made_optimizers.add(optimizer)
+        observer.made_optimizers.add(optimizer)
         make(optimizer, *args, **kwargs)
 
     put(torch.optim.Optimizer, "__init__", init)
@@ -181,7 +177,7 @@ def _patch_backward(observer: Observer) -> None:
     def backward(*args: Any, **kwargs: Any) -> None:
         observer.begin_backward()
         # A script may read its gradients through an optimizer that it made before it moved the model.
-        for optimizer in made_optimizers:
+        for optimizer in observer.made_optimizers:
             find_moved_parameters(optimizer)
         try:
             original(*args, **kwargs)

@@ -116,6 +116,7 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
         return ScriptResult(error=_describe_no_step(observer).to_dict())
     if not observer.uses_gpu():
         return ScriptResult(error=_describe_cpu(observer).to_dict())
+    observer.note_optimizers()
     observer.recorder.paused = True
     if observer.windows:
         observer.windows[-1].end = len(observer.recorder.order)
