@@ -665,6 +665,7 @@ FACT_LABELS = {
     "micro_batches_seen": "micro-batches",
     "global_batch": "global batch",
     "gpus": "GPUs",
+    "tensor_parallel": "tensor parallel",
 }
 """Names of facts for people, where they differ from the JSON."""
 

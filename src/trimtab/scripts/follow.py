@@ -94,7 +94,7 @@ def _open_input() -> Iterator[int]:
     try:
         size = os.get_terminal_size(sys.stdin.fileno())
         termios.tcsetwinsize(terminal, (size.lines, size.columns))
-        # Whoever asks a question gets the end of the input as an answer.
+        # A script that asks a question gets the end of the input as an answer.
         os.write(keyboard, END_OF_INPUT * 8)
         yield terminal
     finally:
