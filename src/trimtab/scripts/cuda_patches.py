@@ -185,11 +185,12 @@ class FakeGraph:
     observer: Observer
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self._begin, self._end = 0, 0
+        self._begin = 0
         self._work: list[tuple[int, bool]] = []
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
         """Note where the captured work begins."""
+        _note_graphs(self.observer)
         self._begin = len(self.observer.recorder.sequence)
 
     def capture_end(self) -> None:
@@ -212,6 +213,13 @@ class FakeGraph:
     reset = enable_debug_mode = debug_dump = instantiate = _do_nothing
 
 
+def _note_graphs(observer: Observer) -> None:
+    observer.notes[
+        f"CUDA graphs ({find_script_line()}) are followed as ordinary calls: on a GPU their launches take less "
+        "time, and their memory is kept apart"
+    ] = None
+
+
 @contextlib.contextmanager
 def _capture(graph: Any, *_: Any, **__: Any) -> Iterator[None]:
     graph.capture_begin()
@@ -228,10 +236,7 @@ def _patch_graphs(observer: Observer) -> None:
     FakeGraph.observer = observer
 
     def make_graphed_callables(callables: Any, *_: Any, **__: Any) -> Any:
-        observer.notes[
-            f"CUDA graphs ({find_script_line()}) are followed as ordinary calls: their launches take less "
-            "time, and their memory is kept apart"
-        ] = None
+        _note_graphs(observer)
         return callables
 
     for place in (torch.cuda, torch.cuda.graphs):
