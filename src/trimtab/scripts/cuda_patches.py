@@ -215,8 +215,8 @@ class FakeGraph:
 
 def _note_graphs(observer: Observer) -> None:
     observer.notes[
-        f"CUDA graphs ({find_script_line()}) are followed as ordinary calls: on a GPU their launches take less "
-        "time, and their memory is kept apart"
+        f"CUDA graphs ({find_script_line()}) are followed as ordinary calls: on a GPU their launches take "
+        "less time, and their memory is kept apart"
     ] = None
 
 
