@@ -321,3 +321,149 @@ def write_stories(folder: Path, name: str = "roneneldan/TinyStories") -> None:
     write_text(
         folder, f"{name}/train.jsonl", [json.dumps({"text": text}) for text in make_sentences(8000, 60, 200)]
     )
+
+
+def write_rows(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    """Write rows of a data set as lines of JSON."""
+    write_text(folder, name, [json.dumps(row) for row in rows])
+
+
+def write_translations(folder: Path) -> None:
+    """Write pairs of sentences in two languages, to train and to validate."""
+    for name, count, seed in (("train.json", 800, 1), ("validation.json", 40, 5)):
+        pairs = zip(make_sentences(count, 10, 60, seed), make_sentences(count, 10, 60, seed + 1), strict=True)
+        write_rows(folder, name, [{"translation": {"en": first, "ro": second}} for first, second in pairs])
+
+
+def write_tags(folder: Path) -> None:
+    """Write sentences with a tag for each word, to train and to validate."""
+    draw = random.Random(0)  # noqa: S311 - not a secret
+    for name, count, seed in (("train.json", 600, 1), ("validation.json", 40, 2)):
+        sentences = [text.split() for text in make_sentences(count, 20, 80, seed)]
+        rows = [
+            {"tokens": words, "ner_tags": [draw.choice(["O", "B-PER", "I-PER"]) for _ in words]}
+            for words in sentences
+        ]
+        write_rows(folder, name, rows)
+
+
+def write_preferences(folder: Path, name: str = "preferences") -> None:
+    """Write questions with a better and a worse answer, as TRL's DPO takes them."""
+    texts = zip(
+        make_sentences(300, 10, 60, 3), make_sentences(300, 40, 200, 4), make_sentences(300, 40, 200, 5),
+        strict=True,
+    )  # fmt: skip
+    rows = [
+        {
+            key: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            for key, answer in (("chosen", better), ("rejected", worse))
+        }
+        for question, better, worse in texts
+    ]
+    write_rows(folder, f"{name}/train.jsonl", rows)
+
+
+def write_questions(folder: Path, name: str = "questions") -> None:
+    """Write questions for a model to answer, as TRL's GRPO takes them."""
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in make_sentences(300, 10, 60, 6)]
+    write_rows(folder, f"{name}/train.jsonl", rows)
+
+
+def write_qwen(folder: Path, name: str = "qwen-half-b") -> None:
+    """Write a model with the shape of Qwen2.5 0.5B, in bf16."""
+    write_decoder(
+        folder,
+        name,
+        "qwen2",
+        "bfloat16",
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
+    )
+
+
+def write_t5(folder: Path, name: str = "t5-base") -> None:
+    """Write T5 base, and a tokenizer with its special tokens."""
+    import torch
+    from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+    special = ["<pad>", "</s>", "<unk>"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer(2000, special),
+        pad_token=special[0],
+        eos_token=special[1],
+        unk_token=special[2],
+        model_max_length=512,
+    )
+    torch.manual_seed(0)
+    config = T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12)
+    config.decoder_start_token_id = 0
+    T5ForConditionalGeneration(config).save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / name)
+
+
+def write_pictures(folder: Path, name: str = "pictures", count: int = 60) -> None:
+    """Write a folder of JPEG files with a text for each, as `imagefolder` of datasets takes them."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    texts = make_sentences(count, 5, 12)
+    for number in range(count):
+        small = rng.integers(0, 256, (16, 16, 3), np.uint8)
+        Image.fromarray(small).resize((512, 512)).save(folder / name / f"{number}.jpg")
+    rows = [{"file_name": f"{number}.jpg", "text": text} for number, text in enumerate(texts)]
+    write_rows(folder, f"{name}/metadata.jsonl", rows)
+
+
+def write_diffusion(folder: Path, name: str = "diffusion") -> None:
+    """Write a latent diffusion pipeline of the kind of Stable Diffusion, with fewer channels."""
+    import torch
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel  # type: ignore[import-not-found]
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    target = folder / name
+    torch.manual_seed(0)
+    words = _write_clip_tokenizer(target / "tokenizer")
+    ends: dict[str, Any] = {"bos_token_id": words - 2, "eos_token_id": words - 1, "pad_token_id": words - 1}
+    CLIPTextModel(CLIPTextConfig(vocab_size=words, **ends)).save_pretrained(target / "text_encoder")
+    UNet2DConditionModel(
+        sample_size=64,
+        block_out_channels=(160, 320, 640, 640),
+        cross_attention_dim=512,
+    ).save_pretrained(target / "unet")
+    AutoencoderKL(
+        block_out_channels=(64, 128, 256, 256),
+        layers_per_block=2,
+        latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+    ).save_pretrained(target / "vae")
+    DDPMScheduler(beta_schedule="scaled_linear").save_pretrained(target / "scheduler")
+    classes = {
+        "scheduler": ("diffusers", "DDPMScheduler"),
+        "text_encoder": ("transformers", "CLIPTextModel"),
+        "tokenizer": ("transformers", "CLIPTokenizer"),
+        "unet": ("diffusers", "UNet2DConditionModel"),
+        "vae": ("diffusers", "AutoencoderKL"),
+    } | dict.fromkeys(("feature_extractor", "safety_checker", "image_encoder"), (None, None))
+    index = {"_class_name": "StableDiffusionPipeline", "requires_safety_checker": False, **classes}
+    write_text(target, "model_index.json", [json.dumps(index)])
+
+
+def _write_clip_tokenizer(folder: Path) -> int:
+    """Write the files of a tokenizer of single letters; return the size of its vocabulary."""
+    letters = [chr(number) for number in range(33, 127)]
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    words = [*letters, *(letter + "</w>" for letter in letters), *special]
+    write_text(folder, "vocab.json", [json.dumps({word: index for index, word in enumerate(words)})])
+    write_text(folder, "merges.txt", ["#version: 0.2"])
+    names = {"bos_token": special[0]} | dict.fromkeys(("eos_token", "pad_token", "unk_token"), special[1])
+    settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, **names}
+    write_text(folder, "tokenizer_config.json", [json.dumps(settings)])
+    return len(words)

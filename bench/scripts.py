@@ -88,6 +88,7 @@ ORIGINS = {
     "transformers": "huggingface/transformers (examples/pytorch)",
     "accelerate": "huggingface/accelerate (examples)",
     "trl": "huggingface/trl",
+    "diffusers": "huggingface/diffusers (examples)",
     "timm": "huggingface/pytorch-image-models",
     "vision": "pytorch/vision (references)",
     "pytorch-lightning": "Lightning-AI/pytorch-lightning (examples)",
@@ -120,6 +121,16 @@ def write_cifar_sets(folder: Path) -> None:
 def write_accuracy(folder: Path) -> None:
     """Write the metric that run_clm.py loads by name."""
     data.write_metric(folder, "accuracy")
+
+
+def write_bleu(folder: Path) -> None:
+    """Write the metric that run_translation.py loads by name."""
+    data.write_metric(folder, "sacrebleu")
+
+
+def write_seqeval(folder: Path) -> None:
+    """Write the metric that run_ner.py loads by name."""
+    data.write_metric(folder, "seqeval")
 
 
 def _plain_cases() -> list[ScriptCase]:
@@ -415,9 +426,104 @@ def _framework_cases() -> list[ScriptCase]:
     ]
 
 
+def _hugging_face_cases() -> list[ScriptCase]:
+    """More scripts of transformers, TRL and diffusers."""
+    root = "examples/pytorch"
+    images = "examples/text_to_image"
+    diffusion = (data.write_diffusion, data.write_pictures)
+    return [
+        ScriptCase(
+            "transformers-mlm",
+            "transformers",
+            f"{root}/language-modeling",
+            "python run_mlm.py --model_name_or_path bert-base-cased --train_file train.txt"
+            " --validation_file validation.txt --max_seq_length 256 --per_device_train_batch_size 16"
+            " --gradient_accumulation_steps 4 --fp16 --do_train --output_dir out",
+            (data.write_bert, data.write_corpus, write_accuracy),
+            copy=f"{root}/language-modeling",
+            packages=DATASETS,
+        ),
+        ScriptCase(
+            "transformers-translation",
+            "transformers",
+            f"{root}/translation",
+            "python run_translation.py --model_name_or_path t5-base --train_file train.json"
+            " --validation_file validation.json --source_lang en --target_lang ro --source_prefix 'to ro: '"
+            " --per_device_train_batch_size 16 --pad_to_max_length --max_source_length 128"
+            " --max_target_length 128 --bf16 --gradient_checkpointing --predict_with_generate --do_train"
+            " --output_dir out",
+            (data.write_t5, data.write_translations, write_bleu),
+            copy=f"{root}/translation",
+            packages=DATASETS,
+        ),
+        ScriptCase(
+            "transformers-ner-adafactor",
+            "transformers",
+            root,
+            "python token-classification/run_ner.py --model_name_or_path ./bert-base-cased"
+            " --train_file ./train.json --validation_file ./validation.json --optim adafactor"
+            " --per_device_train_batch_size 32 --max_seq_length 128 --pad_to_max_length --do_train"
+            " --output_dir out",
+            (data.write_bert, data.write_tags, write_seqeval),
+            copy=f"{root}/token-classification",
+            packages=DATASETS,
+        ),
+        ScriptCase(
+            "trl-dpo",
+            "trl",
+            ".",
+            "python trl/scripts/dpo.py --model_name_or_path qwen-half-b --dataset_name preferences"
+            " --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --max_length 512"
+            " --learning_rate 5e-7 --output_dir out",
+            (data.write_qwen, data.write_preferences),
+            copy="trl",
+            packages=(*DATASETS, "trl", "peft"),
+        ),
+        ScriptCase(
+            "trl-grpo-lora",
+            "trl",
+            ".",
+            "python trl/scripts/grpo.py --model_name_or_path qwen-half-b --dataset_name questions"
+            " --reward_funcs think_format_reward --per_device_train_batch_size 8 --num_generations 8"
+            " --max_completion_length 64 --use_peft --lora_r 16 --output_dir out",
+            (data.write_qwen, data.write_questions),
+            copy="trl",
+            packages=(*DATASETS, "trl", "peft"),
+        ),
+        ScriptCase(
+            "diffusers-lora",
+            "diffusers",
+            images,
+            "accelerate launch --mixed_precision=fp16 train_text_to_image_lora.py"
+            " --pretrained_model_name_or_path=diffusion --train_data_dir=pictures --resolution=512"
+            " --train_batch_size=4 --gradient_accumulation_steps=2 --max_train_steps=40 --output_dir=out",
+            diffusion,
+            copy=images,
+            packages=(*DATASETS, "diffusers", "peft", "torchvision"),
+        ),
+        ScriptCase(
+            "diffusers-ema",
+            "diffusers",
+            images,
+            "accelerate launch train_text_to_image.py --pretrained_model_name_or_path=diffusion"
+            " --train_data_dir=pictures --use_ema --resolution=256 --train_batch_size=8"
+            " --gradient_checkpointing --max_train_steps=40 --output_dir=out",
+            diffusion,
+            copy=images,
+            packages=(*DATASETS, "diffusers", "torchvision"),
+        ),
+    ]
+
+
 def cases() -> list[ScriptCase]:
     """Return every case."""
-    return [*_plain_cases(), *_research_cases(), *_distributed_cases(), *_framework_cases()]
+    return [
+        *_plain_cases(),
+        *_research_cases(),
+        *_distributed_cases(),
+        *_framework_cases(),
+        *_hugging_face_cases(),
+    ]
 
 
 def prepare(case: ScriptCase, repos: Path, work: Path) -> Path:

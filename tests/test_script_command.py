@@ -15,6 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.errors import WrongUse
+from trimtab.launching.launcher_options import (
+    ACCELERATE_FLAGS,
+    ACCELERATE_VALUED,
+    TORCHRUN_FLAGS,
+    TORCHRUN_VALUED,
+    VALUED_FAMILIES,
+)
 from trimtab.scripts.command import (
     can_import_trimtab,
     format_command,
@@ -23,13 +30,6 @@ from trimtab.scripts.command import (
     set_processes,
     with_arguments,
     with_environment,
-)
-from trimtab.scripts.launchers import (
-    ACCELERATE_FLAGS,
-    ACCELERATE_VALUED,
-    TORCHRUN_FLAGS,
-    TORCHRUN_VALUED,
-    VALUED_FAMILIES,
 )
 from trimtab.version import VERSION
 

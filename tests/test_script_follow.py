@@ -194,6 +194,14 @@ for step in range(3):
     # Integers that came from the CPU keep their values.
     assert tokens.cuda()[2].cpu().tolist() == list(range(16, 24))
     assert int((tokens.cuda() > 29).sum()) == 2
+    # A parameter on `meta` stays an ordinary one.
+    hollow = nn.Linear(8, 8, device="meta")
+    hollow.bias.data = nn.functional.pad(hollow.bias.data, (0, 0))
+    # Libraries make another parameter of the same class.
+    weight = net.head.weight
+    frozen = type(weight)(weight.data, requires_grad=False)
+    assert isinstance(frozen, nn.Parameter) and not frozen.requires_grad
+    assert type(weight)(weight.data).requires_grad
 """
     )
     assert follow("train.py", script=script).estimate.allocated_bytes > 0

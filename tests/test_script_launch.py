@@ -82,8 +82,60 @@ def test_several_nodes_meet_at_the_first() -> None:
     assert "head=$(scontrol show hostnames" in text
     assert "/runs/train/" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    with pytest.raises(WrongUse, match="no torchrun"):
+    with pytest.raises(WrongUse, match="no torchrun and no accelerate launch"):
         launch(command_plan("python train.py", nodes=2, gpus=8))
+
+
+STAND_INS = {
+    "scontrol": '[ "$2" = hostnames ] && printf "n1\\nn2\\n" || echo "NodeName=n1 NodeAddr=10.0.0.1 Port=1"',
+    "srun": 'while [[ "$1" == --* ]]; do shift; done; for id in 0 1; do SLURM_NODEID=$id "$@"; done',
+    "accelerate": 'echo "$@"',
+}
+"""What the programs of a cluster of two nodes do, as far as a batch script needs them."""
+
+
+def run_batch_script(text: str, folder: Path, **variables: str) -> list[str]:
+    """Run a batch script with stand-ins for the programs that it calls; return the lines of its output."""
+    for name, body in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+    done = subprocess.run(
+        ["bash", "-c", text],
+        env={"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(folder), **slurm, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_accelerate_gets_the_number_of_each_node(tmp_path: Path) -> None:
+    line = (
+        "MODE=x accelerate launch --num_processes 4 --mixed-precision=bf16 --machine_rank 1"
+        " --main-process-ip h train.py --num_machines 7 --name it's"
+    )
+    text = script_text(launch(command_plan(line, nodes=2, gpus=8), out=str(tmp_path / "run")))
+    lines = run_batch_script(text, tmp_path)
+    assert len(lines) == 2
+    for number, words in enumerate(lines):
+        head, _, port = words.partition(" --main_process_port=")
+        assert head == f"launch --num_machines=2 --machine_rank={number} --main_process_ip=10.0.0.1"
+        # The words of the script stay, whatever they are called.
+        assert port.split(" ", 1)[1] == (
+            "--num_processes=16 --multi_gpu --mixed-precision=bf16 train.py --num_machines 7 --name it's"
+        )
+    # A config file decides what kind of training it is, wherever it is.
+    (tmp_path / "accelerate").unlink()
+    configs = tmp_path / "hf" / "accelerate"
+    configs.mkdir(parents=True)
+    (configs / "default_config.yaml").write_text("distributed_type: FSDP\n", encoding="utf-8")
+    assert "--multi_gpu" not in run_batch_script(text, tmp_path, HF_HOME=str(tmp_path / "hf"))[0]
+    for given in ("--config_file=fsdp.yaml", "--use_fsdp"):
+        line = f"python -m accelerate.commands.launch {given} -m pack.train"
+        text = script_text(launch(command_plan(line, nodes=2, gpus=8)))
+        assert "multi_gpu" not in text[text.index("srun") :]
+        assert f"--num_processes=16 \\\n  {given} -m pack.train" in text
 
 
 def test_doctor_runs_only_when_the_command_fails(tmp_path: Path) -> None:

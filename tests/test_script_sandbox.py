@@ -97,6 +97,7 @@ with open("data/a.txt", "r+") as file:
     file.write("Z")
 results["changed"] = [Path("data/a.txt").read_text(), Path("link/a.txt").read_text()]
 results["walk"] = sorted(os.path.join(top, name) for top, _, names in os.walk(".") for name in names)
+results["through a link"] = sorted(entry.path for entry in os.scandir("link/deep"))
 shutil.copytree("data", "copy")
 os.rename("out/new.txt", "log.txt")
 results["replaced"] = [open("log.txt").read(), os.path.exists("out/new.txt")]
@@ -161,6 +162,7 @@ results["errors"] = errors
     found = run_script(user, body)
     assert found["log"] == "old\nmore\n"
     assert found["changed"] == ["Z", "Z"]
+    assert found["through a link"] == ["link/deep/b.txt"]
     assert {"./out/new.txt", "./log.txt", "./data/deep/b.txt"} <= set(found["walk"])
     assert found["replaced"] == ["new", False]
     assert found["gone"] == [False, True, False]
@@ -198,6 +200,38 @@ results["errors"] = errors
     number = int(writes["thread.txt"]["where"].removeprefix("train.py:"))
     assert "thread.txt" in lines[number - 1]
     assert (writes["table.csv"]["is_removed"], writes["table.csv"]["bytes"]) == (True, 5)
+
+
+def test_a_script_imports_the_modules_that_it_writes(user: Path) -> None:
+    package = user / "plugins"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "old.py").write_text("value = 'old'", encoding="utf-8")
+    (package / "kept.py").write_text("value = 'kept'", encoding="utf-8")
+    body = """
+import importlib, importlib.util
+sys.path.insert(0, str(Path.cwd()))
+Path("plugins/metrics/accuracy").mkdir(parents=True)
+Path("plugins/metrics/accuracy/share.py").write_text("from . import __name__ as value")
+Path("plugins/metrics/accuracy/__init__.py").write_text("")
+Path("plugins/old.py").write_text("value = 'new'")
+Path("single.py").write_text("value = 'single'")
+importlib.invalidate_caches()
+names = ("plugins.metrics.accuracy.share", "plugins.old", "plugins.kept", "single")
+results["values"] = [importlib.import_module(name).value for name in names]
+spec = importlib.util.spec_from_file_location("by_path", Path("single.py").absolute())
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+results["by path"] = module.value
+try:
+    import plugins.nothing
+except ModuleNotFoundError as error:
+    results["missing"] = error.name
+"""
+    results = run_script(user, body)
+    assert results["values"] == ["plugins.metrics.accuracy", "new", "kept", "single"]
+    assert results["by path"] == "single"
+    assert results["missing"] == "plugins.nothing"
 
 
 def test_no_network_and_its_attempts_are_recorded(user: Path) -> None:

@@ -1,4 +1,4 @@
-"""Scripts without torch.optim, with nn.DataParallel, and with checkpoints in the middle of training."""
+"""Scripts without torch.optim, with nn.DataParallel, with checkpoints, evaluations and generated texts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-from trimtab.errors import CannotFollow
+from trimtab.errors import CannotFollow, JobFailed
 from trimtab.probe.detect import as_cluster
 from trimtab.scripts.command import parse_command
 from trimtab.scripts.estimate import estimate_script
+from trimtab.scripts.observer import describe_optimizer
+from trimtab.scripts.sandbox_record import SandboxRecord
+from trimtab.scripts.worker import describe_failure, list_writes
 
 if TYPE_CHECKING:
     from trimtab.scripts.estimate import ScriptEstimate
 
 SCRIPTS = Path(__file__).parent / "scripts"
+GIB = 2**30
 
 
 def follow(script: str, *arguments: str, on: str = "H200", launcher: tuple[str, ...] = ()) -> ScriptEstimate:
@@ -117,24 +122,90 @@ def test_an_optimizer_made_before_the_model_moved_sees_its_gradients(tmp_path: P
 EVALUATES = """
 import torch
 from torch.utils.data import DataLoader
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda()
+class Lower(torch.nn.Sequential):
+    def forward(self, batch):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return super().forward(batch)
+model = torch.nn.Sequential(torch.nn.LayerNorm(64), Lower(torch.nn.Linear(64, 64), torch.nn.ReLU())).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-training = DataLoader(torch.randn(64, 64), batch_size=8)
+training, validation = (DataLoader(torch.randn(64, 64), batch_size=8) for _ in range(2))
 for epoch in range(3):
     for batch in training:
         model(batch.cuda()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-losses = []
-for batch in DataLoader(torch.randn(64, 64), batch_size=8):
-    with torch.no_grad():
-        losses.append(model(batch.cuda()).sum())
-print(torch.stack(losses).mean().item())
+    losses = []
+    for batch in validation:
+        with torch.no_grad():
+            losses.append(model(batch.cuda()).sum())
+    print(torch.stack(losses).mean().item())
 """
 
 
 def test_an_evaluation_after_the_third_step_gets_its_batches(tmp_path: Path) -> None:
     Path("evaluates.py").write_text(EVALUATES, encoding="utf-8")
     found = follow(str(tmp_path / "evaluates.py"))
+    facts = {fact.name: fact for fact in found.script.found}
+    assert facts["precision"].value == "bf16"
+    assert facts["precision"].where.endswith("evaluates.py:13")
     assert "evaluation" in {phase.name for phase in found.phases}
     assert not [note for note in found.estimate.assumptions if "failed" in note]
+
+
+GENERATES = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=200, bos_token_id=0, eos_token_id=100)
+model = GPT2LMHeadModel(config).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    questions = torch.randint(1, 100, (2, 4)).cuda()
+    texts = model.generate(questions, max_new_tokens=6, do_sample=True, pad_token_id=0)
+    answers = texts[:, 4:]
+    ends = (answers == 100).any(dim=1)
+    assert not ends.any() and all(len(answer[answer != 0]) == 6 for answer in answers.cpu())
+    model(texts, labels=texts).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_generated_texts_are_as_long_as_they_may_get(tmp_path: Path) -> None:
+    Path("generates.py").write_text(GENERATES, encoding="utf-8")
+    found = follow(str(tmp_path / "generates.py"))
+    assert {fact.name: fact.value for fact in found.script.found}["sequence"] == "10"
+    assert [note for note in found.estimate.assumptions if "as long as they may get" in note]
+
+
+def test_a_refused_download_is_named_as_the_cause() -> None:
+    record = SandboxRecord(scratch="")
+    missing = RuntimeError("the tokenizer cannot be loaded")
+    missing.__cause__ = OSError("Cannot reach the hub: offline mode is enabled.")
+    error = describe_failure(missing, record)
+    assert isinstance(error, JobFailed)
+    assert "once without trimtab" in error.cure
+    assert "because of OSError: Cannot reach the hub" in error.found
+    assert "once without trimtab" not in describe_failure(FileNotFoundError("data.bin"), record).cure
+    record.add_network("huggingface.co:443")
+    assert "once without trimtab" in describe_failure(FileNotFoundError("data.bin"), record).cure
+
+
+def test_files_that_are_not_written_are_grouped_by_folder() -> None:
+    writes = [
+        {"path": path, "where": "train.py:9", "bytes": size, "is_removed": path.endswith("old")}
+        for path, size in (
+            ("/x/small", 1),
+            ("/out/a", 2**30),
+            ("/out/b", 2**30),
+            ("/out/old", 9),
+            ("/c.lock", 0),
+        )
+    ]
+    assert list_writes(writes) == ["/out/ (2 files, 2.0 GiB), train.py:9", "/x/small (1 B), train.py:9"]
+
+
+def test_an_optimizer_without_switches_runs_in_a_loop() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert describe_optimizer(torch.optim.SparseAdam([parameter])) == "SparseAdam (loop)"
+    assert describe_optimizer(torch.optim.SGD([parameter])) == "SGD (foreach)"
+    assert describe_optimizer(torch.optim.AdamW([parameter], fused=True)) == "AdamW (fused)"

@@ -64,6 +64,11 @@ WIDER = 4
 """Characters by which a table is widened at a time until no path is broken."""
 MOST_LINKS = 8
 """More pairs than this are counted, not listed."""
+LONG_PATH = 60
+LONG_PATH_PARTS = 5
+"""Characters and parts of a path, above which the parts in its middle are left out."""
+MOST_WRITES = 5
+"""More files of a script than this are counted, not listed."""
 
 
 def escape_control(text: str) -> str:
@@ -686,7 +691,11 @@ def render_script(found: ScriptEstimate) -> RenderableType:
         phases.add_column(title, justify=justify, header_style="dim", no_wrap=True)  # type: ignore[arg-type]
     for phase in found.phases:
         phases.add_row(phase.name, format_bytes(phase.allocated_bytes), format_bytes(phase.reserved_bytes))
-    writes = [Text(f" not written: {line}", style="dim") for line in found.script.writes[:5]]
+    lines = [shorten_path(line) for line in found.script.writes[:MOST_WRITES]]
+    writes = [Text(f" not written: {line}", style="dim") for line in lines]
+    if len(found.script.writes) > MOST_WRITES:
+        more = len(found.script.writes) - MOST_WRITES
+        writes.append(Text(f" not written: {more} more, which --json lists", style="dim"))
     return Group(
         render_estimate(found.estimate, found.peaks, heading=heading),
         Text(),
@@ -695,6 +704,20 @@ def render_script(found: ScriptEstimate) -> RenderableType:
         Padding(phases, (0, 0, 0, 1), expand=False),
         *writes,
     )
+
+
+def shorten_path(line: str) -> str:
+    """Return a line that begins with a path; of a long path, the folders in the middle are left out.
+
+    >>> shorten_path("~/.cache/huggingface/datasets/json/default-bbdd3119/0.0.0/d78d5935/a.arrow (1 MiB)")
+    '~/.cache/huggingface/.../a.arrow (1 MiB)'
+    """
+    path, gap, rest = line.partition(" (")
+    parts = path.split("/")
+    is_folder = path.endswith("/")
+    if len(path) > LONG_PATH and len(parts) > LONG_PATH_PARTS + is_folder:
+        path = "/".join([*parts[:3], "...", *parts[-1 - is_folder :]])
+    return path + gap + rest
 
 
 def describe_gradients(estimate: Estimate) -> str:

@@ -207,7 +207,7 @@ def _missing_package_error(place: str, error: ModuleNotFoundError) -> JobFailed:
     return JobFailed(
         f"job {place}",
         found=f"it needs the package {error.name!r}, which is not installed here"
-        f"{_describe_location(error, place)}",
+        f"{describe_location(error, place)}",
         cure=f"Install it: pip install {error.name}",
     )
 
@@ -216,8 +216,16 @@ def job_error(given: str, error: Exception, cure: str) -> TrimtabError:
     """Return the error for a failure of the user's code, with its file and line."""
     if isinstance(error, TrimtabError):
         return error
+    found = f"{_describe_error(error)}{describe_location(error)}"
+    if error.__cause__ is not None:
+        found += f", because of {_describe_error(error.__cause__)}"
+    return JobFailed(given, found=found, cure=cure)
+
+
+def _describe_error(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
     text = str(error).strip().split("\n")[0][:300] or "no message"
-    return JobFailed(given, found=f"{type(error).__name__}: {text}{_describe_location(error)}", cure=cure)
+    return f"{type(error).__name__}: {text}"
 
 
 OPERATION = "_trimtab_operation"
@@ -229,7 +237,7 @@ def tracing_error(member: str, error: Exception, cure: str) -> TrimtabError:
     if isinstance(error, TrimtabError):
         return error
     text = str(error).strip().split("\n")[0][:200] or "no message"
-    where = f"{_failed_operation(error)} here{_describe_location(error)}"
+    where = f"{_failed_operation(error)} here{describe_location(error)}"
     found = f"trimtab cannot follow {where}; {type(error).__name__}: {text}"
     return CannotFollow(member, found=found, cure=cure)
 
@@ -244,7 +252,7 @@ def _failed_operation(error: Exception) -> str:
     return f"{frames[-1].name}()" if frames else "an operation"
 
 
-def _describe_location(error: BaseException, place: str = "") -> str:
+def describe_location(error: BaseException, place: str = "") -> str:
     """Return the file and line of an error in parentheses: the last frame outside installed packages."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"

@@ -7,10 +7,19 @@ So a job is queued again at its time limit only if the command resumes.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.errors import WrongUse
+from trimtab.errors import WrongUse, shorten
 from trimtab.launching.job_spec import build_environment
+from trimtab.launching.launcher_options import (
+    ACCELERATE_FLAGS,
+    ACCELERATE_MODULES,
+    ACCELERATE_VALUED,
+    TORCHRUN_FLAGS,
+    TORCHRUN_MODULES,
+    TORCHRUN_VALUED,
+    read_options,
+)
 from trimtab.launching.quoting import Raw, format_comment, shell_line, shell_word
 from trimtab.launching.slurm import HEAD, REQUEUES, WARNING_S, SbatchBody, build_sbatch_launch
 from trimtab.spec import Launch, LaunchKind
@@ -28,7 +37,16 @@ LOADER_CORES = 3
 """Cores for the data loaders of each process, whose number is the script's own."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _RESUMES = re.compile(r"-{0,2}(?:auto[-_]?)?(?:resume|restart)\w*|-{0,2}init_from=resume", re.IGNORECASE)
-_MEETING = ("--standalone", "--rdzv", "--master", "--node-rank", "--node_rank", "--nnodes")
+_MEETING = ("--standalone", "--rdzv", "--master", "--node-rank", "--nnodes")
+"""Options of torchrun for where nodes meet, and how many there are."""
+_ACCELERATE_MEETING = frozenset(
+    {
+        *("--num-machines", "--machine-rank", "--main-process-ip", "--main-process-port"),
+        *("--num-processes", "--rdzv-backend"),
+    }
+)
+_ACCELERATE_KINDS = ("--multi-gpu", "--use-fsdp", "--use-deepspeed", "--use-megatron-lm", "--cpu", "--tpu")
+"""Options of accelerate of which only one may be given."""
 NOT_RESTARTED = (
     "trimtab starts the command and does not restart it; if it fails, give its output to `trimtab doctor LOG`"
 )
@@ -125,7 +143,7 @@ def build_command_sbatch(  # noqa: PLR0913 - as for a job
     )
     body = SbatchBody(
         lines=(
-            *(HEAD.split("\n") if resources.nodes > 1 else ()),
+            *_meeting_lines(job_spec),
             *_requeue_lines(is_resuming=is_resuming),
             f"{_srun_line(job_spec)} &",
             "wait $!",
@@ -181,50 +199,91 @@ def _doctor_lines(job_spec: JobSpec) -> list[str]:
 def _srun_line(job_spec: JobSpec) -> str:
     """Build the srun command, once on every node; the variables of the command come first."""
     variables, words = split_environment(script_of(job_spec).words)
-    if job_spec.resources.nodes > 1:
-        words = _spread_words(words, job_spec)
     sets = [f"{name}={shell_word(value)}" for name, value in variables.items()]
-    return " ".join([*sets, *SRUN]) + f" \\\n  {shell_line(words)}"
+    launcher = _find_launcher(words) if job_spec.resources.nodes > 1 else None
+    if launcher is None:
+        text = shell_line(words)
+    elif launcher.is_accelerate:
+        # Each node has its own number, so a shell there completes the command.
+        line = shell_line(_spread_accelerate(words, launcher.start, job_spec))
+        text = f"bash -c {shell_word('exec ' + line)}"
+    else:
+        text = shell_line(_spread_torchrun(words, launcher.start, job_spec))
+    return " ".join([*sets, *SRUN]) + f" \\\n  {text}"
 
 
-def _spread_words(words: list[str], job_spec: JobSpec) -> list[str]:
-    """Return the command of each of several nodes: its launcher meets at the first of them."""
-    nodes = job_spec.resources.nodes
-    start = next((number for number, word in enumerate(words) if _is_torchrun(word)), None)
-    if start is None:
-        raise WrongUse(
-            f"a plan for {nodes} nodes",
-            found="the command has no torchrun, and trimtab does not know how its processes would meet",
-            cure="Start it with torchrun, or write the sbatch script by hand.",
-        )
+class _FoundLauncher(NamedTuple):
+    """The launcher in a command."""
+
+    start: int
+    """Where its options begin."""
+    is_accelerate: bool
+
+
+def _find_launcher(words: Sequence[str]) -> _FoundLauncher:
+    """Return torchrun or `accelerate launch` in a command; raise if there is neither."""
+    for number, word in enumerate(words):
+        program, after = word.rpartition("/")[2], words[number + 1 : number + 2]
+        if program == "torchrun" or word in TORCHRUN_MODULES:
+            return _FoundLauncher(number + 1, is_accelerate=False)
+        if program == "accelerate" and list(after) == ["launch"]:
+            return _FoundLauncher(number + 2, is_accelerate=True)
+        if program == "accelerate-launch" or word in ACCELERATE_MODULES:
+            return _FoundLauncher(number + 1, is_accelerate=True)
+    raise WrongUse(
+        f"a plan for several nodes of {shorten(' '.join(words), 60)}",
+        found="the command has no torchrun and no accelerate launch, and trimtab does not know how its "
+        "processes would meet",
+        cure="Start it with torchrun, or write the sbatch script by hand.",
+    )
+
+
+def _spread_torchrun(words: list[str], start: int, job_spec: JobSpec) -> list[str]:
+    """Return the command of each of several nodes: torchrun meets at the first of them."""
     meeting = [
-        f"--nnodes={nodes}",
+        f"--nnodes={job_spec.resources.nodes}",
         "--rdzv-backend=c10d",
         Raw('--rdzv-endpoint="$address:$port"'),
         Raw('--rdzv-id="$SLURM_JOB_ID"'),
     ]
-    return [*words[: start + 1], *meeting, *_without_meeting(words[start + 1 :])]
+    options = read_options(words[start:], TORCHRUN_FLAGS, TORCHRUN_VALUED, "torchrun")
+    kept = [word for name, typed in options.typed if not name.startswith(_MEETING) for word in typed]
+    return [*words[:start], *meeting, *kept, *options.rest]
 
 
-def _is_torchrun(word: str) -> bool:
-    return word.rpartition("/")[2] == "torchrun" or word == "torch.distributed.run"
+def _spread_accelerate(words: list[str], start: int, job_spec: JobSpec) -> list[str]:
+    """Return the command of each of several nodes for accelerate; its config file keeps the other settings.
+
+    Without a config file, accelerate looks at the GPUs of one machine to tell whether there are several.
+    """
+    resources = job_spec.resources
+    options = read_options(words[start:], ACCELERATE_FLAGS, ACCELERATE_VALUED, "accelerate launch")
+    kept = [word for name, typed in options.typed if name not in _ACCELERATE_MEETING for word in typed]
+    spread = [] if options.has_flag("--config-file", *_ACCELERATE_KINDS) else [Raw("$multi_gpu")]
+    return [
+        *words[:start],
+        f"--num_machines={resources.nodes}",
+        Raw('--machine_rank="$SLURM_NODEID"'),
+        Raw('--main_process_ip="$address"'),
+        Raw('--main_process_port="$port"'),
+        f"--num_processes={resources.nodes * resources.procs}",
+        *spread,
+        *kept,
+        *options.rest,
+    ]
 
 
-def _without_meeting(words: list[str]) -> list[str]:
-    """Return the words without torchrun's own options for where nodes meet; those of the script stay."""
-    kept: list[str] = []
-    position = 0
-    while position < len(words):
-        word = words[position]
-        if not word.startswith("-"):
-            # The script: everything from here on is its own.
-            return [*kept, *words[position:]]
-        takes_value = "=" not in word and word not in _FLAGS
-        length = 2 if takes_value else 1
-        if not word.startswith(_MEETING):
-            kept += words[position : position + length]
-        position += length
-    return kept
-
-
-_FLAGS = ("--standalone", "-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path")
+def _meeting_lines(job_spec: JobSpec) -> list[str]:
+    """Build the lines that say where several nodes meet."""
+    if job_spec.resources.nodes == 1:
+        return []
+    _, words = split_environment(script_of(job_spec).words)
+    lines = HEAD.split("\n")
+    if _find_launcher(words).is_accelerate:
+        lines += [
+            format_comment("A config file of accelerate says by itself that there are several GPUs."),
+            'configs="${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}/accelerate"',
+            'multi_gpu=$(ls "$configs"/default_config.* > /dev/null 2>&1 || echo --multi_gpu)',
+            "export address port multi_gpu",
+        ]
+    return lines

@@ -16,6 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse, find_nearest, shorten
+from trimtab.launching.launcher_options import (
+    ACCELERATE_FLAGS,
+    ACCELERATE_MODULES,
+    ACCELERATE_VALUED,
+    TORCHRUN_FLAGS,
+    TORCHRUN_MODULES,
+    TORCHRUN_VALUED,
+    LauncherOptions,
+    read_options,
+)
 from trimtab.scripts.interpreters import (
     can_import_trimtab,
     find_program,
@@ -26,18 +36,10 @@ from trimtab.scripts.interpreters import (
     read_shebang,
 )
 from trimtab.scripts.launchers import (
-    ACCELERATE_FLAGS,
-    ACCELERATE_MODULES,
-    ACCELERATE_VALUED,
-    TORCHRUN_FLAGS,
-    TORCHRUN_MODULES,
-    TORCHRUN_VALUED,
-    LauncherOptions,
     ProcessCount,
     count_accelerate_processes,
     count_torchrun_processes,
     launcher_environment,
-    read_options,
 )
 from trimtab.scripts.prefixes import ASSIGNMENT, drop_prefixes, word_set
 from trimtab.spec.script import ScriptCommand

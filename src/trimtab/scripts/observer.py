@@ -168,6 +168,8 @@ class Observer:
     """Batches that loaders gave during training, by their number of samples."""
     loader_s: float = 0.0
     loader_batches: int = 0
+    last_loader: Any = None
+    """The loader that gave the last batch."""
     notes: dict[str, None] = field(default_factory=dict)
     _first: int = 0
     """Id of the optimizer that stepped first."""
@@ -191,7 +193,8 @@ class Observer:
     _has_backward: bool = False
     _described: Any = None
     """The model of the last training call."""
-    _described_line: str = ""
+    _line_of_call: str = ""
+    """The script's line of the first training call."""
     compiled_graphs: int = 0
     """Graphs that torch's compiler compiled for the script."""
     made_optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -215,7 +218,6 @@ class Observer:
         if threading.get_ident() != self._main or self.recorder.paused:
             return self._enter(call, module, args, kwargs)
         if self._depth:
-            # Frameworks turn autocast on inside of the model's call.
             self.note_precision()
         if self._depth or self._backward_depth or not has_parameters(module):
             return self._enter(call, module, args, kwargs)
@@ -249,10 +251,15 @@ class Observer:
         cached.outputs = tree_map(_forget_graph, out)
         return out
 
-    def note_precision(self) -> None:
-        """Note the precision of the training call that is running, if it is not known yet."""
-        if self._described is not None and "precision" not in self.facts:
-            self.learn("precision", *describe_precision(self._described), self._described_line)
+    def note_precision(self, *, is_last: bool = False) -> None:
+        """Note the precision of the training call; where autocast is off, an inner call may turn it on."""
+        if "precision" in self.facts or self._described is None:
+            return
+        self._line_of_call = self._line_of_call or find_script_line()
+        if is_last or torch.is_autocast_enabled("cuda"):
+            value, how = describe_precision(self._described)
+            where = ", ".join(filter(None, (how, self._line_of_call)))
+            self.facts["precision"] = ScriptFact(name="precision", value=value, where=where)
 
     def _repeat_outputs(self, module: Any, outputs: Any, *, training: bool) -> Any:
         anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
@@ -307,6 +314,8 @@ class Observer:
 
     def _note_phase(self, *, training: bool) -> None:
         current = self.windows[-1]
+        if not training:
+            self.check_time()
         if not training and current.name != EVALUATION:
             self.open_window(EVALUATION)
         elif training and current.name in (EVALUATION, SAVE):
@@ -330,13 +339,16 @@ class Observer:
         # A vector of numbers is one sample without a batch dimension.
         size = 1 if first.dim() == 1 and first.is_floating_point() else first.shape[0]
         self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
-        if first.dim() == 2 and not first.is_floating_point():  # noqa: PLR2004 - samples x positions
-            self.lengths[first.shape[1]] = self.lengths.get(first.shape[1], 0) + 1
+        # Samples x positions, or samples x choices x positions; labels may come first, and have one side.
+        sides = (2,) if any(tensor.is_floating_point() for tensor in shaped) else (2, 3)
+        tokens = [tensor for tensor in shaped if tensor.dim() in sides and not tensor.is_floating_point()]
+        if tokens:
+            length = tokens[0].shape[-1]
+            self.lengths[length] = self.lengths.get(length, 0) + 1
         if torch.backends.cudnn.benchmark:
             self.notes[BENCHMARK_NOTE] = None
         self._described = module
-        if "precision" not in self.facts:
-            self._described_line = find_script_line()
+        self.note_precision()
 
     def uses_gpu(self) -> bool:
         """Return whether the training steps did anything on the GPU."""
@@ -373,7 +385,7 @@ class Observer:
         self._inputs = []
 
     def _note_optimizer(self, optimizer: Any) -> None:
-        self.note_precision()
+        self.note_precision(is_last=True)
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
@@ -628,7 +640,8 @@ def describe_precision(module: Any) -> tuple[str, str]:
 
 
 def describe_optimizer(optimizer: Any) -> str:
-    """Return the class of an optimizer, and how it runs."""
+    """Return the class of an optimizer, and how it runs; one without torch's switches runs in a loop."""
     group = optimizer.param_groups[0]
-    how = "fused" if group.get("fused") else "foreach" if group.get("foreach") is not False else "loop"
+    can_use_foreach = group.get("foreach", False) is not False
+    how = "fused" if group.get("fused") else "foreach" if can_use_foreach else "loop"
     return f"{type(optimizer).__name__} ({how})"

@@ -39,7 +39,8 @@ class ScriptRecorder(Recorder):
         kwargs = kwargs or {}
         device = kwargs.get("device")
         is_fake = FakeTensor in types
-        if not is_fake and not types and (device is None or torch.device(device).type != "cuda"):
+        is_plain = not is_fake and all(map(_is_plain, types))
+        if is_plain and (device is None or torch.device(device).type != "cuda"):
             if kwargs.get("pin_memory"):
                 kwargs = kwargs | {"pin_memory": False}
             return func(*args, **kwargs)
@@ -132,6 +133,12 @@ def _uses_gpu(*values: Any) -> bool:
         elif isinstance(value, torch.device) and value.type == "cuda":
             return True
     return False
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether tensors of a class do nothing of their own: a parameter on `meta`, for example."""
+    is_plain: bool = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return is_plain
 
 
 def make_real(tensor: Any, dtype: torch.dtype | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 `install_sandbox` works in layers:
 
 1. Python's functions for files are replaced. A write goes to the scratch folder, and the script finds it
-   there again (overlay.py).
+   there again (overlay.py), also if it is a Python module (written_modules.py).
 2. Libraries that write files in their own native code get the path in the scratch folder (native_writers.py).
 3. The kernel refuses all other writes, also of programs that the script starts (kernel_guard.py).
 4. Connections to other machines fail, and the usual services get their switch for offline use (offline.py).
@@ -26,6 +26,7 @@ from trimtab.scripts import native_writers, offline
 from trimtab.scripts.kernel_guard import refuse_visible_writes, restrict_writes
 from trimtab.scripts.overlay import PASSED_THROUGH, Overlay, real
 from trimtab.scripts.sandbox_record import SandboxRecord
+from trimtab.scripts.written_modules import follow_written_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -81,6 +82,7 @@ def install_sandbox(
         replacements |= offline.cut_network(record)
     rebind(replacements)
     _rebind_defaults(tempfile._TemporaryFileCloser, replacements)  # type: ignore[attr-defined]
+    follow_written_modules(overlay)
     _guard(overlay, record, allowed)
     _reach_children(overlay, allowed)
     _name_sockets_without_files()
@@ -229,16 +231,34 @@ class _Entry:
         return f"<DirEntry {self.name!r}>"
 
 
+class _LinkedEntry:
+    """An entry of a folder that was named through a symbolic link: its path begins with that name."""
+
+    def __init__(self, folder: Any, entry: Any) -> None:
+        self._entry = entry
+        self.name: Any = entry.name
+        self.path: Any = os.path.join(folder, entry.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __repr__(self) -> str:
+        return repr(self._entry)
+
+
 class _Entries:
     """The result of scandir: an iterator, and a context manager that does nothing."""
 
-    def __init__(self, entries: list[_Entry]) -> None:
+    def __init__(self, entries: Sequence[_Entry | _LinkedEntry]) -> None:
         self._entries = iter(entries)
 
-    def __iter__(self) -> Iterator[_Entry]:
+    def __iter__(self) -> Iterator[_Entry | _LinkedEntry]:
         return self
 
-    def __next__(self) -> _Entry:
+    def __next__(self) -> _Entry | _LinkedEntry:
         return next(self._entries)
 
     def __enter__(self) -> Self:
@@ -364,9 +384,15 @@ class RedirectedFunctions:
     def scandir(self, path: Any = ".") -> Any:
         given = "." if path is None else path
         text = _text(given)
-        if text is None or not self.overlay.is_merged(text):
-            return self._look_plain("scandir", given)
+        if text is None:
+            return real.scandir(given)
         folder = os.fspath(given)
+        if not self.overlay.is_merged(text):
+            found = self.overlay.find(text)
+            if found == text:
+                return real.scandir(given)
+            with self._call("scandir", given, found) as entries:
+                return _Entries([_LinkedEntry(folder, entry) for entry in entries])
         return _Entries([_Entry(self, folder, name) for name in self.overlay.listdir(text)])
 
     def chdir(self, path: Any) -> None:

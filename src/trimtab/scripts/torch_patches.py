@@ -19,6 +19,7 @@ from trimtab.errors import CannotFollow
 from trimtab.scripts.compile_patches import patch_compile
 from trimtab.scripts.cuda_patches import act_as_worker, copy_for_worker, patch_cuda_tools
 from trimtab.scripts.file_patches import patch_files
+from trimtab.scripts.generation_patches import patch_generation
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
 from trimtab.scripts.observer import Observer, find_script_line, put
@@ -53,6 +54,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
     patch_triton(observer)
+    patch_generation(observer)
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.
@@ -89,6 +91,15 @@ def _patch_fake_tensors(fake_mode: Any) -> None:
 
     for method in ("numpy", "tolist", "__array__", "__format__"):
         setattr(FakeTensor, method, as_real(method))
+    create: Any = FakeTensor.__new__
+
+    def new(cls: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(first, torch.Tensor) and cls is FakeTensor:
+            # Libraries make another parameter of the same class: type(parameter)(data, requires_grad=False).
+            return torch.nn.Parameter(first, kwargs.get("requires_grad", *args[:1] or (True,)))
+        return create(cls, first, *args, **kwargs)
+
+    put(FakeTensor, "__new__", staticmethod(new))
     # Frameworks find the same parameter again by its address.
     put(FakeTensor, "data_ptr", find_address)
     original: Any = torch.Tensor.data
@@ -176,6 +187,8 @@ def _patch_backward(observer: Observer) -> None:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         observer.begin_backward()
+        if observer.last_loader is not None:
+            observer.last_loader.__dict__[TRAINS] = True
         # A script may read its gradients through an optimizer that it made before it moved the model.
         for optimizer in observer.made_optimizers:
             find_moved_parameters(optimizer)
@@ -206,8 +219,6 @@ def _patch_loaders(observer: Observer) -> None:
             finally:
                 loader.__dict__.update(num_workers=workers, dataset=dataset)
         iterator._trimtab_loader, iterator._trimtab_dataset = loader, own
-        iterator._trimtab_is_late = observer.is_over and "_trimtab_is_used" not in loader.__dict__
-        loader.__dict__["_trimtab_is_used"] = True
         return iterator
 
     put(DataLoader, "_get_iterator", get_iterator)
@@ -216,15 +227,17 @@ def _patch_loaders(observer: Observer) -> None:
     def next_batch(iterator: Any) -> Any:
         observer.check_time()
         count = iterator.__dict__.setdefault("_trimtab_count", 0)
-        # A loader that was in use in the third step ends; a new one may be for an evaluation.
-        late = iterator.__dict__.get("_trimtab_is_late", False)
-        if observer.is_over and ((torch.is_grad_enabled() and not late) or count >= LAST_BATCHES):
+        loader = iterator.__dict__.get("_trimtab_loader", iterator)
+        # A loader for training ends; others may be for evaluations, of which there can be one in each epoch.
+        trains = getattr(loader, TRAINS, False) and torch.is_grad_enabled()
+        if observer.is_over and (trains or count >= LAST_BATCHES):
             observer.note_ended_loader(is_empty=not count)
             raise StopIteration
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
             raise StopIteration
         iterator._trimtab_count = count + 1
+        observer.last_loader = loader
         begin = time.perf_counter()
         with act_as_worker(iterator._trimtab_loader, iterator._trimtab_dataset):
             batch = original(iterator)
@@ -253,6 +266,8 @@ def _patch_fetchers(observer: Observer) -> None:
         put(kind, "fetch", watch(kind.fetch))
 
 
+TRAINS = "_trimtab_trains"
+"""Attribute of a loader whose batches are trained on."""
 LAST_BATCHES = 3
 """Batches that a loader gives after the third step, and in an evaluation."""
 

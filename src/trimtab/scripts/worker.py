@@ -23,6 +23,9 @@ from trimtab.scripts.sandbox import install_sandbox
 from trimtab.trace.child_process import end_with_parent
 from trimtab.units import format_bytes
 
+OFFLINE_WORDS = ("offline", "localentrynotfound", "connectionerror", "max retries exceeded")
+"""Words in the errors of libraries that found nothing on disk and may not download."""
+
 if TYPE_CHECKING:
     from trimtab.scripts.observer import Observer
     from trimtab.scripts.sandbox_record import SandboxRecord
@@ -70,18 +73,18 @@ def run_worker(request_file: str, result_file: str) -> None:
             if end.code not in (None, 0) and not observer.steps:
                 _write(result_file, ScriptResult(error=_describe_exit(request, end).to_dict()))
                 os._exit(0)
+            if end.code not in (None, 0):
+                note = f"after step {observer.steps} the script ended itself with exit code {end.code}"
+                observer.notes[note] = None
         except KeyboardInterrupt:
             os._exit(130)
         except BaseException as error:  # noqa: BLE001 - whatever the script raises is the result
             if not isinstance(error, TrimtabError):
                 _print_own_traceback(error)
             if not observer.is_over:
-                described = _describe_download(error, sandbox) or _describe_failure(error)
-                _write(result_file, ScriptResult(error=described.to_dict()))
+                _write(result_file, ScriptResult(error=describe_failure(error, sandbox).to_dict()))
                 os._exit(0)
-            if not isinstance(error, StopIteration):
-                # Its loaders have ended; a script may take the next batch without asking for one.
-                observer.notes[f"after its third step the script failed: {_shorten(error)}"] = None
+            _note_late_failure(observer, error)
     finish()
 
 
@@ -140,16 +143,34 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
 def _describe_sandbox(sandbox: SandboxRecord) -> dict[str, Any]:
     """Return what the script tried to write and to reach, for the result."""
     found = sandbox.to_builtins()
-    writes = [
-        f"{write['path']} ({format_bytes(write['bytes'] or 0)}), {write['where']}"
-        for write in found["writes"]
-        if not write["is_removed"]
-    ]
     refused = [
         f"the script tried to reach {attempt['address']} at {attempt['where']}, and was kept off the network"
         for attempt in found["network"]
     ]
-    return {"writes": tuple(writes), "notes": (*found["notes"], *refused)}
+    return {"writes": tuple(list_writes(found["writes"])), "notes": (*found["notes"], *refused)}
+
+
+def list_writes(writes: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each file, or for each folder with several files of the same line; largest first."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for write in writes:
+        if not write["is_removed"] and not write["path"].endswith(".lock"):
+            groups.setdefault((str(Path(write["path"]).parent), write["where"]), []).append(write)
+    sizes = {key: sum(write["bytes"] or 0 for write in group) for key, group in groups.items()}
+    lines = []
+    for (folder, where), size in sorted(sizes.items(), key=lambda pair: -pair[1]):
+        group = groups[folder, where]
+        path = group[0]["path"] if len(group) == 1 else f"{folder}/"
+        count = "" if len(group) == 1 else f"{len(group)} files, "
+        lines.append(f"{_shorten_path(path)} ({count}{format_bytes(size)}), {where}")
+    return lines
+
+
+def _shorten_path(path: str) -> str:
+    """Return a path as seen from the working directory or from the home folder."""
+    home = str(Path.home()) + "/"
+    path = path.removeprefix(f"{Path.cwd()}/")
+    return f"~/{path.removeprefix(home)}" if path.startswith(home) else path
 
 
 def _describe_no_step(observer: Observer) -> TrimtabError:
@@ -193,29 +214,21 @@ def _print_own_traceback(error: BaseException) -> None:
     traceback.print_exception(type(error), error, here or error.__traceback__)
 
 
+def _note_late_failure(observer: Observer, error: BaseException) -> None:
+    """Note that a script failed after its third step, unless it was because its loaders have ended."""
+    from trimtab.jobs.load import describe_location
+
+    if not isinstance(error, StopIteration):
+        note = f"after its third step the script failed: {_shorten(error)}{describe_location(error)}"
+        observer.notes[note] = None
+
+
 def _shorten(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0][:200] or "no message"
     return f"{type(error).__name__}: {text}"
 
 
-def _describe_download(error: BaseException, sandbox: SandboxRecord) -> TrimtabError | None:
-    """Return the error of a script that failed because it is kept off the network, else None."""
-    current: BaseException | None = error
-    while current is not None and REASON not in str(current):
-        current = current.__cause__ or current.__context__
-    attempts = sandbox.to_builtins()["network"]
-    if current is None or not attempts:
-        return None
-    last = attempts[-1]
-    return JobFailed(
-        "the script",
-        found=f"it wants to reach {last['address']} ({last['where']}), and {REASON}",
-        cure="Download it first, so that the script finds it on the disk: run the command without trimtab "
-        "until it has its data, or name a local folder.",
-    )
-
-
-def _describe_failure(error: BaseException) -> TrimtabError:
+def describe_failure(error: BaseException, sandbox: SandboxRecord) -> TrimtabError:
     """Return the error of a script: its own, or something that trimtab cannot follow."""
     from trimtab.jobs.load import job_error, tracing_error
 
@@ -223,6 +236,12 @@ def _describe_failure(error: BaseException) -> TrimtabError:
         return error
     plain = error if isinstance(error, Exception) else RuntimeError(str(error))
     plain.__traceback__ = error.__traceback__
+    if _wants_network(error, sandbox):
+        cure = (
+            "trimtab keeps scripts off the network. Run the command once without trimtab until it trains, so "
+            "that models and data are on this machine's disk; then ask again."
+        )
+        return job_error("the script", plain, cure)
     if _is_own_fault(plain):
         return job_error("the script", plain, "Run it without trimtab to see whether it works.")
     cure = (
@@ -230,6 +249,17 @@ def _describe_failure(error: BaseException) -> TrimtabError:
         "is a bug in trimtab: please report it, with the operation. Until then, leave that part out."
     )
     return tracing_error("the script", plain, cure)
+
+
+def _wants_network(error: BaseException, sandbox: SandboxRecord) -> bool:
+    """Return whether a script failed because a download was refused, or not even tried."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = f"{type(cause).__name__}: {cause}".lower()
+        if REASON in str(cause) or any(word in text for word in OFFLINE_WORDS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return bool(sandbox.network) and isinstance(error, OSError)
 
 
 def _is_own_fault(error: Exception) -> bool:

@@ -199,15 +199,15 @@ def is_library_file(file: str) -> bool:
     """
     path = Path(file)
     return any(part in PACKAGE_FOLDERS for part in path.parts) or any(
-        folder in path.parents for folder in (*_library_folders(), *_installed_folders(tuple(sys.path)))
+        folder in path.parents for folder in (*_library_folders(), *_target_folders(tuple(sys.path)))
     )
 
 
-@functools.cache
-def _installed_folders(search_path: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the folders that pip has installed packages to, as with `pip install --target`."""
-    folders = [Path(folder) for folder in search_path if folder]
-    return tuple(folder for folder in folders if next(folder.glob("*.dist-info"), None) is not None)
+@functools.lru_cache(maxsize=8)
+def _target_folders(search_path: tuple[str, ...]) -> tuple[Path, ...]:
+    """Return the folders on Python's path that packages were installed to, as `pip --target` does."""
+    folders = [Path(entry) for entry in search_path if entry and Path(entry).is_dir()]
+    return tuple(folder.resolve() for folder in folders if next(folder.glob("*.dist-info"), None))
 
 
 def _patch_linear_sum_assignment(module: Any) -> None:
