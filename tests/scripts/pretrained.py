@@ -16,3 +16,4 @@ for step in range(4):
     model(torch.randn(16, 8, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+torch.save(model.state_dict(), "net.pt")

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.scripts.observer import SAVE, Observer, find_script_line, put
 from trimtab.trace.fake_cuda import MODULE_PATCHES
+from trimtab.trace.fake_ops import list_storage_tensors
 
 SAVED_KEY = "trimtab_saved_object"
 
@@ -33,6 +34,10 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
         key = str(len(saved))
         saved[key] = tree_map(functools.partial(_drop_memory, fake_mode), obj)
         out = original_save({SAVED_KEY: key}, *args, **kwargs)
+        file = args[0] if args else kwargs.get("f")
+        path = getattr(file, "name", file)
+        if isinstance(path, str | os.PathLike):
+            observer.saved_sizes[os.path.abspath(path)] = _count_bytes(obj)
         observer.check_time()
         return out
 
@@ -51,6 +56,15 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
     for module in IDENTIFYING_MODULES:
         MODULE_PATCHES[module] = _patch_storage_ids
     _patch_safetensors(observer, fake_mode)
+
+
+def _count_bytes(obj: Any) -> int:
+    """Return the bytes of the tensors in an object, each storage once."""
+    tensors = [leaf for leaf in tree_leaves(obj) if isinstance(leaf, torch.Tensor)]
+    shards = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    parts = [part for shard in shards for part in list_storage_tensors(shard)]
+    storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+    return sum(storages.values())
 
 
 class MissingWeights(dict[str, Any]):

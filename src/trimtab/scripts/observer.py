@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,6 +198,8 @@ class Observer:
     """The script's line of the first training call."""
     compiled_graphs: int = 0
     """Graphs that torch's compiler compiled for the script."""
+    saved_sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes that a file written with torch.save would have, by its path."""
     made_optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Optimizers of torch.optim that the script has made, and still has."""
     _step_counts: dict[int, int] = field(default_factory=dict)
@@ -397,12 +400,18 @@ class Observer:
 
     def note_optimizers(self) -> None:
         """Note every optimizer that stepped, if there are several."""
-        counts = [
-            f"{describe_optimizer(optimizer)} {self._step_counts[number]}x"
+        kinds = Counter(
+            (type(optimizer).__name__, self._step_counts[number])
             for number, optimizer in self.optimizers.items()
+        )
+        rates = {steps for _, steps in kinds}
+        texts = [
+            f"{count} x " * (count > 1) + name + f" {steps}x" * (len(rates) > 1)
+            for (name, steps), count in kinds.items()
         ]
-        if len(counts) > 1:
-            self.learn("optimizers", ", ".join(counts), "steps of each in the steps that were followed", "")
+        if len(self.optimizers) > 1:
+            how = "all that stepped" + ", and how often" * (len(rates) > 1)
+            self.learn("optimizers", ", ".join(texts), how, "")
 
     def end_step(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; None if the script changes its parameters without one."""

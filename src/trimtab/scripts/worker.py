@@ -136,13 +136,15 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
         micro_batches=tuple(observer.micro_batches.items()),
         lengths=tuple(observer.lengths.items()),
         loader_s=observer.loader_s / observer.loader_batches if observer.loader_batches else None,
-        **_describe_sandbox(sandbox),
+        **_describe_sandbox(sandbox, observer.saved_sizes),
     )
 
 
-def _describe_sandbox(sandbox: SandboxRecord) -> dict[str, Any]:
+def _describe_sandbox(sandbox: SandboxRecord, saved_sizes: dict[str, int]) -> dict[str, Any]:
     """Return what the script tried to write and to reach, for the result."""
     found = sandbox.to_builtins()
+    for write in found["writes"]:
+        write["bytes"] = saved_sizes.get(write["path"], write["bytes"])
     refused = [
         f"the script tried to reach {attempt['address']} at {attempt['where']}, and was kept off the network"
         for attempt in found["network"]
