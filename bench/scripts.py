@@ -50,6 +50,8 @@ STEPS = 8
 """Steps that are measured."""
 WARM_STEPS = 3
 """Steps that are left out of the step time."""
+BARE_FORWARD_S = 7.08e-6
+"""Time of a bare operation on the calibrated host (h200.toml); `host` in the table is a multiple of it."""
 PREPARED = ".prepared"
 LONG_NAME = 34
 
@@ -489,12 +491,13 @@ def _hugging_face_cases() -> list[ScriptCase]:
             (data.write_qwen, data.write_questions),
             copy="trl",
             packages=(*DATASETS, "trl", "peft"),
+            seconds=600,
         ),
         ScriptCase(
             "diffusers-lora",
             "diffusers",
             images,
-            "accelerate launch --mixed_precision=fp16 train_text_to_image_lora.py"
+            "accelerate launch train_text_to_image_lora.py --mixed_precision=fp16"
             " --pretrained_model_name_or_path=diffusion --train_data_dir=pictures --resolution=512"
             " --train_batch_size=4 --gradient_accumulation_steps=2 --max_train_steps=40 --output_dir=out",
             diffusion,
@@ -727,7 +730,9 @@ def compare(results: Path, predictions: Path, only: str) -> None:
     """Print each prediction's error, and the medians and worsts."""
     measured, predicted = read_rows(results), read_rows(predictions)
     errors: dict[str, list[float]] = {}
-    print(f"{'script':{LONG_NAME}} {'measured':>11} {'allocated':>10} {'reserved':>9} {'step time':>10}")
+    print(
+        f"{'script':{LONG_NAME}} {'measured':>11} {'allocated':>10} {'reserved':>9} {'step time':>10}  host"
+    )
     for case in cases():
         row, guess = measured.get(case.id), predicted.get(case.id)
         if row is None or guess is None or not fnmatch.fnmatch(case.id, only):
@@ -747,6 +752,8 @@ def compare(results: Path, predictions: Path, only: str) -> None:
             error = expected / row[key] - 1
             errors.setdefault(key, []).append(error)
             words.append(f"{error:>+{width}.1%}")
+        if row.get("host_forward_s"):
+            words.append(f"{row['host_forward_s'] / BARE_FORWARD_S:5.2f}")
         print(f"{case.id:{LONG_NAME}} {' '.join(words)}")
     for key, values in errors.items():
         sizes = [abs(value) for value in values]

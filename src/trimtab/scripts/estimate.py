@@ -30,6 +30,7 @@ from trimtab.strategies import STRATEGIES, usual_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.predict.allocator import Event
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.scripts.result import ScriptResult
     from trimtab.spec import Cluster, Device, Estimate, ScriptCommand, Trace
@@ -260,20 +261,26 @@ def _where_samples(setting: Setting, result: ScriptResult) -> str:
 
 def measure_phases(trace: Trace, result: ScriptResult) -> tuple[PhasePeak, ...]:
     """Return the peak of each phase of the script, of all its occurrences the largest."""
-    order, sizes = trace.order, trace.sizes
     # Requests of 0 bytes reach no allocator, so that positions of events differ from those of the order.
-    position, positions = 0, [0]
-    for number in order:
-        position += bool(sizes[number if number >= 0 else ~number])
-        positions.append(position)
-    begins = [positions[begin] for _, begin, _ in result.windows]
-    windows = replay(allocator_events(trace, order), AllocatorConfig(), reset_peak_at=begins).windows
-    # Windows with the same beginning share one.
-    by_begin = dict(zip(sorted(set(begins)), windows[1:], strict=False))
+    # What comes after a phase and belongs to none, such as a fourth step, does not count for it.
+    spans = [(begin, end if end >= 0 else len(trace.order)) for _, begin, end in result.windows]
+    events: list[Event] = []
+    positions: dict[int, int] = {}
+    last = 0
+    for cut in sorted({cut for span in spans for cut in span}):
+        events += allocator_events(trace, trace.order[last:cut])
+        positions[cut], last = len(events), cut
+    events += allocator_events(trace, trace.order[last:])
+    begins = [positions[begin] for begin, _ in spans]
+    ends = [positions[end] for _, end in spans]
+    resets = sorted(set(positions.values()))
+    windows = replay(events, AllocatorConfig(), reset_peak_at=resets).windows
+    by_begin = dict(zip(resets, windows[1:], strict=False))
     peaks: dict[str, PhasePeak] = {}
-    for (name, _, _), at in zip(result.windows, begins, strict=True):
-        window = by_begin.get(at)
-        if window is None:
+    for (name, _, _), begin, end in zip(result.windows, begins, ends, strict=True):
+        window = by_begin.get(begin)
+        # A step without events has not begun: an evaluation came first. A save needs no memory of its own.
+        if window is None or (begin == end and name.endswith(" step")):
             continue
         known = peaks.get(name)
         if known is None or window.allocated > known.allocated_bytes:

@@ -165,6 +165,19 @@ def _keep_in(view: Any) -> Callable[[Any], None]:
     return keep
 
 
+def _send_through(view: Any, wrapper: FollowedDataParallel) -> Callable[[Any], None]:
+    """Return a hook that copies a gradient into its bucket, and what the ranks agree on back into it."""
+
+    def send(parameter: Any) -> None:
+        gradient = parameter.grad
+        if wrapper.require_backward_grad_sync and gradient.layout is torch.strided:
+            with torch.no_grad():
+                view.copy_(gradient)
+                gradient.copy_(view)
+
+    return send
+
+
 class FollowedDataParallel(torch.nn.Module):
     """Replicates a model: the memory of torch's own, without the processes."""
 
@@ -208,9 +221,9 @@ class FollowedDataParallel(torch.nn.Module):
             flat = torch.empty(count, dtype=first.dtype, device=first.device)
         at = 0
         for parameter in parameters:
-            if self._views:
-                view = flat[at : at + parameter.numel()].view(parameter.shape)
-                parameter.register_post_accumulate_grad_hook(_keep_in(view))
+            view = flat[at : at + parameter.numel()].view(parameter.shape)
+            hook = _keep_in(view) if self._views else _send_through(view, self)
+            parameter.register_post_accumulate_grad_hook(hook)
             at += parameter.numel()
         return flat
 
@@ -223,11 +236,18 @@ class FollowedDataParallel(torch.nn.Module):
     def _move_input(self, value: Any) -> Any:
         return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
-    def no_sync(self) -> Any:
-        """Return a context: nothing is sent, so nothing has to wait."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients out of their buckets for a while."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
-    join = no_sync
+    def join(self, *_: Any, **__: Any) -> Any:
+        """Return a context: there are no other ranks to wait for."""
+        return contextlib.nullcontext()
 
     def register_comm_hook(self, *_: Any, **__: Any) -> None:
         """Do nothing: nothing is sent."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from trimtab.scripts.generation_patches import Decoding
     from trimtab.scripts.recorder import ScriptRecorder
 
 STEPS = 3
@@ -42,10 +43,6 @@ WAIT_STEPS, WAIT_S = 12, 30.0
 """Further steps, and the time for them, that may pass until every optimizer has stepped."""
 EMPTY_LOADERS = 8
 """Times that a script may begin to load data after its third step, for further epochs without batches."""
-BENCHMARK_NOTE = (
-    "torch.backends.cudnn.benchmark is on: while cuDNN tries its kernels in the first step, convolutions may "
-    "take more workspace than is counted here"
-)
 OWN_FOLDER = str(Path(__file__).parent.parent)
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
@@ -126,15 +123,23 @@ class CachedCall:
 
 
 class _SkippedBackward(torch.autograd.Function):
-    """Return an output whose backward pass ends here: the skipped micro-batch adds to existing gradients."""
+    """Return an output whose backward pass ends here: the skipped micro-batch adds to existing gradients.
+
+    After the third step there may be none. Then it leaves some, because a loss scaler wants them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor, trained: list[Any]) -> torch.Tensor:
+        ctx.trained = trained
         return torch.empty_like(like)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, None
+        with torch.no_grad():
+            for parameter in ctx.trained:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+        return None, None, None
 
 
 @dataclass
@@ -186,8 +191,8 @@ class Observer:
     _over_at: float = 0.0
     _empty_loaders: int = 0
     _extra_steps: int = 0
-    _late_passes: int = 0
-    """Backward passes of the current step, after the third step."""
+    _trained: list[Any] = field(default_factory=list)
+    """Parameters that had a gradient in the third step; empty before."""
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
@@ -205,6 +210,8 @@ class Observer:
     _step_counts: dict[int, int] = field(default_factory=dict)
     _waited: int = 0
     _waits_until: float = 0.0
+    decoding: Decoding | None = None
+    """Shortens the generation of texts."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
@@ -231,6 +238,16 @@ class Observer:
             # The script changes its parameters itself: what it did after the backward pass was its step.
             self._has_backward = False
             self.end_step(None)
+        if not training and self.decoding is not None and self.decoding.is_decoding(kwargs):
+            self._note_phase(training=False)
+            run = functools.partial(self._enter, call, module, args, kwargs, root=True)
+            return self.decoding.call(run, kwargs)
+        return self._call_root(call, module, args, kwargs, training=training)
+
+    def _call_root(
+        self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any, *, training: bool
+    ) -> Any:
+        """Run a model that the script calls, unless the call repeats one before."""
         key = (id(module), self._call_number if training else -1)
         self._call_number += 1
         signature = describe_inputs(args, kwargs)
@@ -271,7 +288,7 @@ class Observer:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if training and anchor is not None and getattr(leaf, "_trimtab_needs_graph", False):
-                return _SkippedBackward.apply(anchor, leaf)
+                return _SkippedBackward.apply(anchor, leaf, self._trained)
             return torch.empty_like(leaf)
 
         return tree_map(again, outputs)
@@ -280,8 +297,7 @@ class Observer:
         """Return whether the coming micro-batch repeats the ones before it."""
         units = self.units
         if self.is_over:
-            # Skipped calls leave no gradients, and a loss scaler wants some in every step: one pass runs.
-            return self.has_optimizer and self._late_passes > 0
+            return self.has_optimizer
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
             return len(units) > 0
@@ -348,8 +364,6 @@ class Observer:
         if tokens:
             length = tokens[0].shape[-1]
             self.lengths[length] = self.lengths.get(length, 0) + 1
-        if torch.backends.cudnn.benchmark:
-            self.notes[BENCHMARK_NOTE] = None
         self._described = module
         self.note_precision()
 
@@ -369,8 +383,11 @@ class Observer:
     def end_backward(self) -> None:
         """Note that a backward pass has ended: it ends a micro-batch."""
         self._backward_depth -= 1
-        self._late_passes += self.is_over
-        if self._backward_depth or self.is_over or "step0" not in self.recorder.marks:
+        if self._backward_depth or "step0" not in self.recorder.marks:
+            return
+        if self.is_over:
+            self._call_number = 0
+            self._inputs = []
             return
         self.passes += 1
         sequence = self.recorder.sequence
@@ -424,7 +441,6 @@ class Observer:
             return
         if self.is_over:
             self._extra_steps += 1
-            self._late_passes = 0
             if self._extra_steps > EXTRA_STEPS:
                 self.finish()
             return
@@ -443,6 +459,7 @@ class Observer:
             self.is_over = True
             self._over_at = time.monotonic()
             recorder.records_work = False
+            self._trained = self._list_trained()
             self.open_window("")
         elif self.windows[-1].name in (FIRST, STEADY, ""):
             self.open_window(STEADY)
@@ -470,6 +487,10 @@ class Observer:
             f"{self._step_counts[self._first]} times: what its step needs may be missing here"
         ] = None
         return False
+
+    def _list_trained(self) -> list[Any]:
+        parameters = (parameter for module in self.roots.values() for parameter in module.parameters())
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
     def _close_step(self) -> None:
         """Keep the work of the step: one micro-batch and the optimizer, or all if the passes differ."""

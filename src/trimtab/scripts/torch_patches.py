@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import comm
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from trimtab.errors import CannotFollow
 from trimtab.scripts.compile_patches import patch_compile
@@ -27,6 +28,7 @@ from trimtab.scripts.operation_patches import patch_operations
 from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
 from trimtab.scripts.triton_patches import patch_triton
+from trimtab.trace.fake_cuda import hide_fake_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +56,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
     patch_triton(observer)
+    hide_fake_tensors()
     patch_generation(observer)
 
 
@@ -132,9 +135,11 @@ def find_address(tensor: Any) -> int:
 
 
 def _has_foreach_support(tensors: Any, device: Any) -> bool:
-    return device.type == "cuda" and all(
-        tensor is None or type(tensor) in (torch.Tensor, torch.nn.Parameter, FakeTensor) for tensor in tensors
-    )
+    from torch.utils import _foreach_utils
+
+    # torch's own list has DTensor as well, once that is imported.
+    supported = (*_foreach_utils._foreach_supported_types, FakeTensor)
+    return device.type == "cuda" and all(tensor is None or type(tensor) in supported for tensor in tensors)
 
 
 # What is watched
@@ -181,12 +186,25 @@ def _patch_optimizers(observer: Observer) -> None:
     optimizers.register_optimizer_step_post_hook(lambda optimizer, _, __: observer.end_step(optimizer))
 
 
+def _prepare_thread(_: Any) -> None:
+    """Let autograd's thread make tensors of numbers on the GPU, as a custom backward pass may do.
+
+    torch must make them on the CPU and copy them, which is a setting of the thread.
+    """
+    torch._C._set_only_lift_cpu_tensors(True)
+
+
 def _patch_backward(observer: Observer) -> None:
     original = torch.autograd.backward
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         observer.begin_backward()
+        hooks = [
+            root.register_hook(_prepare_thread)
+            for root in tree_leaves(args[:1])
+            if isinstance(root, torch.Tensor) and root.grad_fn is not None
+        ]
         if observer.last_loader is not None:
             observer.last_loader.__dict__[TRAINS] = True
         # A script may read its gradients through an optimizer that it made before it moved the model.
@@ -195,6 +213,8 @@ def _patch_backward(observer: Observer) -> None:
         try:
             original(*args, **kwargs)
         finally:
+            for hook in hooks:
+                hook.remove()
             observer.end_backward()
 
     put(torch.autograd, "backward", backward)
@@ -294,7 +314,6 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
     put(torch.cuda, "memory_summary", lambda *_, **__: "")
     put(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     put(torch, "Generator", CpuGenerator)
-    _patch_constants()
     # `with torch.cuda.device(...)` asks a build with CUDA which device was the current one.
     for name in ("_exchange_device", "_maybe_exchange_device"):
         put(torch.cuda, name, lambda _: 0)
@@ -311,24 +330,6 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
     # On one GPU nn.DataParallel passes its inputs on, but calls functions that only torch for CUDA has.
     put(comm, "scatter", lambda tensor, gpus, *_, **__: (tensor.to(torch.device("cuda", gpus[0])),))
     put(comm, "gather", lambda tensors, *_, **__: tensors[0])
-
-
-def _patch_constants() -> None:
-    """Let every thread make a tensor of numbers on the GPU, as a custom backward pass does on autograd's.
-
-    torch must make it on the CPU and copy it, which is a setting of the thread.
-    """
-
-    def wrap(make: Any) -> Any:
-        @functools.wraps(make)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            torch._C._set_only_lift_cpu_tensors(True)
-            return make(*args, **kwargs)
-
-        return run
-
-    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch.Tensor, "new_tensor")):
-        put(owner, name, wrap(getattr(owner, name)))
 
 
 def _patch_checkpointing(observer: Observer) -> None:
