@@ -316,13 +316,6 @@ def write_corpus(folder: Path) -> None:
     write_text(folder, "validation.txt", make_sentences(600, 10, 30, 9))
 
 
-def write_stories(folder: Path, name: str = "roneneldan/TinyStories") -> None:
-    """Write stories under the name of a data set that a script loads."""
-    write_text(
-        folder, f"{name}/train.jsonl", [json.dumps({"text": text}) for text in make_sentences(8000, 60, 200)]
-    )
-
-
 def write_rows(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
     """Write rows of a data set as lines of JSON."""
     write_text(folder, name, [json.dumps(row) for row in rows])

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from trimtab.scripts.generation_patches import Decoding
     from trimtab.scripts.recorder import ScriptRecorder
 
 STEPS = 3
@@ -210,8 +209,8 @@ class Observer:
     _step_counts: dict[int, int] = field(default_factory=dict)
     _waited: int = 0
     _waits_until: float = 0.0
-    decoding: Decoding | None = None
-    """Shortens the generation of texts."""
+    decoding: Any = None
+    """Shortens the generation of texts: the Decoding of generation_patches."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
