@@ -220,6 +220,25 @@ def test_a_live_model_is_rebuilt_without_its_weights(tmp_path: Path) -> None:
     assert (tmp_path / "job" / "model.modules").stat().st_size < 50_000
 
 
+OPTIMIZERS = [
+    cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type)
+    and issubclass(cls, torch.optim.Optimizer)
+    and cls not in (torch.optim.Optimizer, torch.optim.SparseAdam)
+]
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)
+def test_a_live_optimizer_is_built_again_from_its_defaults(tmp_path: Path, cls: Any) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    live = cls(model.parameters(), lr=0.25)
+    parts = LiveParts(model, torch.zeros(4, 2), 4, optimizer=(cls, dict(live.defaults)))
+    built = load_job(write_live_job(tmp_path, parts, global_batch=4)[0]).optimizer(model.parameters())
+    assert type(built) is cls
+    assert built.defaults == live.defaults
+
+
 def test_the_same_model_is_the_same_job_in_another_process(tmp_path: Path) -> None:
     def write(names: set[int], stamp: int, *, is_trained: bool = True) -> str:
         model: Any = nn.Linear(2, 2)

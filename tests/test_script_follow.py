@@ -14,6 +14,7 @@ from trimtab.errors import CannotFollow, JobFailed, WrongUse
 from trimtab.probe.detect import as_cluster
 from trimtab.scripts.command import parse_command
 from trimtab.scripts.estimate import estimate_script
+from trimtab.spec.trace import SHARDED, WRAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,6 +127,12 @@ def test_rank_0_of_several_processes_is_followed(follow: Callable[..., ScriptEst
     assert replicated.setting.data_parallel == 2
     sharded = follow(*launch, "fsdp2.py", on="2xH100")
     assert {"gpus": "2", "strategy": "fsdp"}.items() <= facts_of(sharded).items()
+    works = [sharded.trace.works[number] for number in sharded.trace.sequence]
+    sharded_at = [place for place, work in enumerate(works) if work.op == SHARDED]
+    # Blocks are gathered in the forward pass, and gathered and reduced in the backward pass.
+    assert sharded_at[0] < sharded.trace.phases["backward"] < sharded_at[-1]
+    # DTensors are stepped and clipped together, as torch does on a GPU.
+    assert max(work.dims[0] for work in works if work.op == WRAPPED) > 1
 
 
 def test_more_processes_than_gpus_are_refused(follow: Callable[..., ScriptEstimate]) -> None:

@@ -160,6 +160,30 @@ def test_doctor_runs_only_when_the_command_fails(tmp_path: Path) -> None:
         assert done.stdout.partition(" ")[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("code", "state", "expected"), [(137, "RUNNING", True), (137, "CANCELLED", False), (1, "RUNNING", False)]
+)
+def test_a_killed_command_that_resumes_is_queued_again(
+    tmp_path: Path, code: int, state: str, expected: bool
+) -> None:
+    (tmp_path / "train.sh").write_text(f"exit {code}\n", encoding="utf-8")
+    plan = command_plan(f"bash {tmp_path}/train.sh --resume")
+    text = script_text(launch(plan, out=str(tmp_path / "run"))).replace("/venv/bin/python -m trimtab", "echo")
+    stand_ins = {
+        "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+        "scontrol": f'[ "$1" = requeue ] && touch {tmp_path}/again; echo "JobId=7 JobState={state} X=1"',
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
+    done = subprocess.run(
+        ["bash", "-c", text], env={"PATH": f"{tmp_path}:/usr/bin:/bin", **slurm}, check=False
+    )
+    assert done.returncode == code
+    assert (tmp_path / "again").exists() is expected
+
+
 def test_a_command_runs_here_with_its_variables(tmp_path: Path) -> None:
     plan = command_plan(f"WORD=hello bash -c echo>{tmp_path}/x", gpus=2)
     assert plan.script is not None

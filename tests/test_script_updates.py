@@ -158,15 +158,20 @@ from transformers import GPT2Config, GPT2LMHeadModel
 config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=200, bos_token_id=0, eos_token_id=100)
 model = GPT2LMHeadModel(config).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+lengths = []
+model.register_forward_hook(lambda *call: lengths.append(call[-1].past_key_values.get_seq_length()))
 while True:
     questions = torch.randint(1, 100, (2, 4)).cuda()
     texts = model.generate(questions, max_new_tokens=6, do_sample=True, pad_token_id=0)
+    # The question, two tokens, and the last, with the keys and values of all before it.
+    assert lengths == [4, 5, 6, 9], lengths
     answers = texts[:, 4:]
     ends = (answers == 100).any(dim=1)
     assert not ends.any() and all(len(answer[answer != 0]) == 6 for answer in answers.cpu())
-    model(texts, labels=texts).loss.backward()
+    model(texts, labels=texts, use_cache=True).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    lengths.clear()
 """
 
 

@@ -22,7 +22,7 @@ from trimtab.predict.calibration import (
 )
 from trimtab.predict.estimate import estimate_trace
 from trimtab.spec import Calibration, Mesh, Precision, Setting, Slice, Strategy, Trace, Work
-from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE
+from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE, SHARDED, WRAPPED
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import trace_setting
 from trimtab.units import MIB
@@ -514,3 +514,17 @@ def test_autocast_hands_recurrent_layers_fp16_whatever_it_is_set_to(tmp_path: Pa
     assert {layer.dtype for layer in layers} == {"float16"}
     # Two layers, both ways, twelve steps.
     assert {layer.kernels for layer in layers} == {2 * 2 * 12}
+
+
+def test_the_python_of_dtensor_and_fsdp_counts_as_host_time() -> None:
+    host = step_time.scale_host_costs({}, FACTS)
+    pace = op_time.Pace(RATES)
+
+    def seconds(*works: Work) -> float:
+        return step_time.run_clocks(list(works), pace, host, backward=range(0)).host_s
+
+    none = seconds()
+    gathered = Work(op=SHARDED, kind="call", dtype="", kernels=0, dims=(12,))
+    wrapped = Work(op=WRAPPED, kind="call", dtype="", kernels=0, dims=(100,))
+    assert seconds(gathered) - none == pytest.approx(12 * FACTS.host.sharded_s)
+    assert seconds(wrapped) - none == pytest.approx(FACTS.host.dtensor_op_s + 100 * FACTS.host.dtensor_s)

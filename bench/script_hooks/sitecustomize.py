@@ -109,6 +109,7 @@ class StepRecorder:
         cuda = self.torch.cuda
         found = {
             "steps": self.rows,
+            "host_forward_s": time_bare_operation(self.torch) if cuda.is_available() else None,
             "device": cuda.get_device_name() if cuda.is_available() else "cpu",
             "torch": str(self.torch.__version__),
         }
@@ -127,6 +128,25 @@ class StepRecorder:
                 self.loader_s += time.perf_counter() - began
 
         return timed_fetch
+
+
+def time_bare_operation(torch: Any, count: int = 400, rounds: int = 5) -> float:
+    """Return the host's seconds for an operation, as `trimtab calibrate` measures them.
+
+    Small models are as fast as the host, and hosts differ: the time of a step is to be seen beside this.
+    """
+    small = torch.ones(64, device="cuda")
+    weight = torch.ones(64, device="cuda", requires_grad=True)
+    times = []
+    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        for _ in range(rounds):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            out = weight
+            for _ in range(count):
+                out = out * small
+            times.append((time.perf_counter() - began) / count)
+    return sorted(times)[rounds // 2]
 
 
 def measure_steps(torch: Any) -> None:

@@ -671,6 +671,7 @@ FACT_LABELS = {
     "global_batch": "global batch",
     "longest_possible": "longest",
     "gpus": "GPUs",
+    "tensor_parallel": "tensor parallel",
 }
 """Names of facts for people, where they differ from the JSON."""
 

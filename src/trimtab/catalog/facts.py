@@ -39,6 +39,9 @@ class HostFacts(Facts, frozen=True, kw_only=True):
     tensor_s: float
     wait_s: float
     compiled_s: float
+    dtensor_op_s: float
+    dtensor_s: float
+    sharded_s: float
 
 
 class StepFacts(Facts, frozen=True, kw_only=True):

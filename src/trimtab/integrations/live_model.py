@@ -216,7 +216,18 @@ class RebuiltModel(Job):
         if made is None:
             return torch.optim.AdamW(params, lr=1e-4)
         cls, options = made
-        return cls(params, **options)
+        return cls(params, **keep_accepted(cls, options))
+
+
+def keep_accepted(cls: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the constructor of an optimizer takes.
+
+    The `defaults` of a live optimizer can hold more: AdamW stores `decoupled_weight_decay` there.
+    """
+    parameters = inspect.signature(cls).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return options
+    return {name: value for name, value in options.items() if name in parameters}
 
 
 def read_loss(output: Any) -> Any:

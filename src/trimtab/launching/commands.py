@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from trimtab.spec import ScriptPlan
 
 KINDS = (LaunchKind.TORCHRUN, LaunchKind.SLURM)
+KILLED = 128 + 9
+"""Exit code of a command of which a process got SIGKILL."""
 LOADER_CORES = 3
 """Cores for the data loaders of each process, whose number is the script's own."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -149,6 +151,7 @@ def build_command_sbatch(  # noqa: PLR0913 - as for a job
             "wait $!",
             "code=$?",
             "",
+            *_killed_lines(is_resuming=is_resuming),
             *_doctor_lines(job_spec),
             'exit "$code"',
         ),
@@ -181,6 +184,18 @@ def _requeue_lines(*, is_resuming: bool) -> list[str]:
         f'  [ "${{SLURM_RESTART_COUNT:-0}}" -ge {REQUEUES} ] || scontrol requeue "$SLURM_JOB_ID"',
         "}",
         "trap requeue USR1",
+        "",
+    ]
+
+
+def _killed_lines(*, is_resuming: bool) -> list[str]:
+    """Build the lines that queue a job again whose processes were killed, unless its owner cancelled it."""
+    if not is_resuming:
+        return []
+    return [
+        format_comment("A process was killed from outside, maybe with its node. The command resumes."),
+        'state=$(scontrol --oneliner show job "$SLURM_JOB_ID")',
+        f'if [ "$code" -eq {KILLED} ] && [[ "$state" == *" JobState=RUNNING "* ]]; then requeue; fi',
         "",
     ]
 

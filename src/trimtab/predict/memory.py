@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trimtab.catalog.facts import fallback_facts
 from trimtab.predict.allocator import AllocatorConfig, Event, replay
 from trimtab.spec import PARTS, Band, Estimate, Footprint, Noun, Trace
+from trimtab.spec.trace import EMPTY_CACHE, SEARCH
 from trimtab.strategies import strategy_of
 from trimtab.strategies.limits import keeps_whole
 
@@ -64,14 +65,19 @@ def estimate_memory(
     position, live = _find_peak(trace, begin)
     context = facts.sharded_context_bytes if sharded else facts.context_bytes
     reserved = steps.reserved
-    process = reserved + context
+    process = least = reserved + context
     low = facts.compiled_band_low if compiled else facts.band_low
+    if SEARCH in trace.op_names:
+        # cuDNN does not document which kernels it tries: the band begins where it tries none.
+        plain = allocator_events(trace, trace.order[begin:], without=SEARCH)
+        config = AllocatorConfig(expandable=expandable)
+        least = replay(building + plain, config, reset_peak_at=[len(building)]).windows[-1].reserved + context
     return MemoryPeaks(
         allocated_bytes=steps.allocated,
         reserved_bytes=reserved,
         process_bytes=process,
         parts=_footprint(trace, live, steps.allocated, context),
-        band=Band(low_bytes=round(process * low), high_bytes=round(process * facts.band_high)),
+        band=Band(low_bytes=round(least * low), high_bytes=round(process * facts.band_high)),
         modules=_largest_modules(trace, live),
         operation=_operation_at(trace, position),
         phase=_phase_at(trace, position),
@@ -79,14 +85,28 @@ def estimate_memory(
     )
 
 
-def allocator_events(trace: Trace, order: Sequence[int]) -> list[Event]:
-    """Return the allocator events of a part of a trace's order; torch requests no block for size 0."""
-    sizes, streams = trace.sizes, trace.streams
-    return [
-        ("alloc", number, sizes[number], streams[number]) if number >= 0 else ("free", ~number, 0, 0)
-        for number in order
-        if sizes[number if number >= 0 else ~number]
-    ]
+def allocator_events(trace: Trace, order: Sequence[int], *, without: str = "") -> list[Event]:
+    """Return the allocator events of a part of a trace's order; torch requests no block for size 0.
+
+    `without` names an operation whose allocations are left out.
+    """
+    sizes, streams, ops = trace.sizes, trace.streams, trace.ops
+    empty, left_out = (_find_operation(trace, name) for name in (EMPTY_CACHE, without))
+    events: list[Event] = []
+    for event in order:
+        number = event if event >= 0 else ~event
+        if ops[number] == empty and event >= 0:
+            events.append(("empty_cache", 0, 0, 0))
+        elif sizes[number] and ops[number] != left_out:
+            events.append(
+                ("alloc", number, sizes[number], streams[number]) if event >= 0 else ("free", number, 0, 0)
+            )
+    return events
+
+
+def _find_operation(trace: Trace, name: str) -> int:
+    """Return the index of an operation's name; -1 if the trace does not have it."""
+    return trace.op_names.index(name) if name and name in trace.op_names else -1
 
 
 def round_to_block(size: int) -> int:

@@ -17,7 +17,7 @@ from trimtab.predict.fusion import fuse_trace
 from trimtab.predict.memory import gradient_sizes
 from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
-from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE
+from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE, SHARDED, WRAPPED
 from trimtab.strategies import strategy_of
 from trimtab.strategies.base import Traffic
 
@@ -41,6 +41,9 @@ class HostCosts(NamedTuple):
     compiled_s: float
     step: StepFacts
     """Costs of a step that do not depend on the host."""
+    dtensor_op_s: float = 0.0
+    dtensor_s: float = 0.0
+    sharded_s: float = 0.0
 
 
 def scale_host_costs(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
@@ -136,6 +139,10 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
 ) -> float:
     if work.kind == "view":
         return 0.0 if compiled else host.view_s
+    if work.op == WRAPPED:
+        return host.dtensor_op_s + work.dims[0] * host.dtensor_s
+    if work.op == SHARDED:
+        return work.dims[0] * host.sharded_s
     if work.kind == "call":
         return 0.0 if compiled else host.call_s
     if work.kind == "wait":

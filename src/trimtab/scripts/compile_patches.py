@@ -150,8 +150,9 @@ def patch_compile(observer: Observer) -> None:
             return original(model, **options)
         backend = options.get("backend") or "inductor"
         if backend != "inductor" and backend not in OTHER_BACKENDS:
-            observer.learn("compile", "true", f"torch.compile with the backend {backend}")
-            compiler.assume(f"torch.compile with the backend {backend} is estimated as eager code")
+            name = getattr(backend, "__name__", backend)
+            observer.learn("compile", "true", f"torch.compile with the backend {name}")
+            compiler.assume(f"torch.compile with the backend {name} is estimated as eager code")
             return model
         compiler.prepare()
         mode = options.pop("mode", None)
@@ -238,6 +239,7 @@ def _watch_compiler(compiler: ScriptCompiler) -> None:
     _watch_frames(compiler)
     _watch_graphs(compiler)
     _watch_optimizer_states(compiler)
+    _watch_recomputing(compiler)
 
 
 def _watch_frames(compiler: ScriptCompiler) -> None:
@@ -299,6 +301,20 @@ def _watch_optimizer_states(compiler: ScriptCompiler) -> None:
             del optimizer.__dict__["_init_group"]
 
     put(OptimizerVariable, "call_method", call_method)
+
+
+def _watch_recomputing(compiler: ScriptCompiler) -> None:
+    """Note activation checkpointing, which dynamo replaces by an operator of its own."""
+    from torch._higher_order_ops.wrap import TagActivationCheckpoint
+
+    original: Any = TagActivationCheckpoint.__call__
+
+    @functools.wraps(original)
+    def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        compiler.observer.learn("recompute", "full", "torch.utils.checkpoint")
+        return original(operator, *args, **kwargs)
+
+    put(TagActivationCheckpoint, "__call__", call)
 
 
 def _is_usual(error: Exception) -> bool:

@@ -35,10 +35,23 @@ from trimtab.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.predict.allocator import Event
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.scripts.result import ScriptResult
     from trimtab.spec import Cluster, Device, Estimate, Plan, ScriptCommand, Trace
 
+SEEN_FACTS = (
+    "precision",
+    "optimizer",
+    "optimizers",
+    "recompute",
+    "compile",
+    "gpus",
+    "strategy",
+    "tensor_parallel",
+    "loader",
+)
+"""What the script's own calls show, in the order in which it is listed."""
 PHASES = ("first step", "steady step", "evaluation", "save")
 
 
@@ -193,11 +206,19 @@ def describe_setting(
     seen = {fact.name: fact for fact in result.facts}
     notes = [*command.notes, *result.notes]
     gpus = int(seen["gpus"].value) if "gpus" in seen else 1
-    strategy = Strategy(seen["strategy"].value) if "strategy" in seen and gpus > 1 else usual_strategy(1)[0]
-    if not STRATEGIES[strategy].needs_several_gpus and max(gpus, command.world_size) > 1:
+    tensor_parallel = int(seen["tensor_parallel"].value) if "tensor_parallel" in seen else 1
+    if tensor_parallel > 1:
+        gpus = max(1, gpus // tensor_parallel)
         notes.append(
-            f"{max(gpus, command.world_size)} processes were started, and no DistributedDataParallel or FSDP "
-            "was seen: the estimate is of one of them, training by itself"
+            f"tensor parallelism over {tensor_parallel} GPUs: memory is that of one of them; the step time "
+            "leaves out what they send to each other"
+        )
+    strategy = Strategy(seen["strategy"].value) if "strategy" in seen and gpus > 1 else usual_strategy(1)[0]
+    started = max(gpus, command.world_size // tensor_parallel)
+    if not STRATEGIES[strategy].needs_several_gpus and started > 1:
+        notes.append(
+            f"{started} processes were started, and no DistributedDataParallel or FSDP was seen: the "
+            "estimate is of one of them, training by itself"
         )
         gpus = 1
     mesh = STRATEGIES[strategy].mesh(gpus, nodes=command.nodes if gpus > 1 else 1, branches=0)
@@ -301,8 +322,7 @@ def _list_facts(
         value = "unknown" if possible is None else str(max(longest, possible.length))
         why = "the data set does not say how long its samples are" if possible is None else possible.where
         facts.append(ScriptFact(name="longest_possible", value=value, where=why))
-    names = ("precision", "optimizer", "recompute", "compile", "gpus", "strategy", "loader")
-    facts += [seen[name] for name in names if name in seen]
+    facts += [seen[name] for name in SEEN_FACTS if name in seen]
     for name, nothing in (("recompute", "none"), ("compile", "false"), ("gpus", "1"), ("strategy", "single")):
         if name not in seen:
             facts.append(ScriptFact(name=name, value=nothing, where="nothing of the kind was called"))
@@ -324,20 +344,26 @@ def _where_samples(setting: Setting, result: ScriptResult) -> str:
 
 def measure_phases(trace: Trace, result: ScriptResult) -> tuple[PhasePeak, ...]:
     """Return the peak of each phase of the script, of all its occurrences the largest."""
-    order, sizes = trace.order, trace.sizes
     # Requests of 0 bytes reach no allocator, so that positions of events differ from those of the order.
-    position, positions = 0, [0]
-    for number in order:
-        position += bool(sizes[number if number >= 0 else ~number])
-        positions.append(position)
-    begins = [positions[begin] for _, begin, _ in result.windows]
-    windows = replay(allocator_events(trace, order), AllocatorConfig(), reset_peak_at=begins).windows
-    # Windows with the same beginning share one.
-    by_begin = dict(zip(sorted(set(begins)), windows[1:], strict=False))
+    # What comes after a phase and belongs to none, such as a fourth step, does not count for it.
+    spans = [(begin, end if end >= 0 else len(trace.order)) for _, begin, end in result.windows]
+    events: list[Event] = []
+    positions: dict[int, int] = {}
+    last = 0
+    for cut in sorted({cut for span in spans for cut in span}):
+        events += allocator_events(trace, trace.order[last:cut])
+        positions[cut], last = len(events), cut
+    events += allocator_events(trace, trace.order[last:])
+    begins = [positions[begin] for begin, _ in spans]
+    ends = [positions[end] for _, end in spans]
+    resets = sorted(set(positions.values()))
+    windows = replay(events, AllocatorConfig(), reset_peak_at=resets).windows
+    by_begin = dict(zip(resets, windows[1:], strict=False))
     peaks: dict[str, PhasePeak] = {}
-    for (name, _, _), at in zip(result.windows, begins, strict=True):
-        window = by_begin.get(at)
-        if window is None:
+    for (name, _, _), begin, end in zip(result.windows, begins, ends, strict=True):
+        window = by_begin.get(begin)
+        # A step without events has not begun: an evaluation came first. A save needs no memory of its own.
+        if window is None or (begin == end and name.endswith(" step")):
             continue
         known = peaks.get(name)
         if known is None or window.allocated > known.allocated_bytes:

@@ -6,7 +6,9 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +23,14 @@ from trimtab.scripts.result import ScriptRequest, ScriptResult
 from trimtab.trace.child_process import parent_variable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from trimtab.errors import TrimtabError
     from trimtab.spec import Device, ScriptCommand
 
 TIMEOUT_S = 900.0
 POLL_S = 0.1
+END_OF_INPUT = b"\x04"
 TAIL_LINES = 12
 PACKAGE_PARENT = Path(__file__).parent.parent.parent
 
@@ -89,13 +92,13 @@ def _follow(asked: ScriptRequest, *, timeout_s: float, say: Callable[[str], None
         (scratch / "files").mkdir()
         asked = asked.replace(scratch=str(scratch / "files"))
         request.write_text(asked.to_json(), encoding="utf-8")
-        with log.open("wb") as output:
+        with log.open("wb") as output, _open_input() as source:
             process = subprocess.Popen(  # noqa: S603 - the user's own command
                 [
                     *(command.interpreter, *command.interpreter_options),
                     *("-m", "trimtab.scripts.worker", str(request), str(answer)),
                 ],
-                stdin=subprocess.DEVNULL,
+                stdin=source,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=_environment(scratch / "files"),
@@ -108,6 +111,24 @@ def _follow(asked: ScriptRequest, *, timeout_s: float, say: Callable[[str], None
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return _read_result(command, answer, log, process.returncode)
+
+
+@contextlib.contextmanager
+def _open_input() -> Iterator[int]:
+    """Open an input without text: a terminal where the user has one, as some scripts ask for its size."""
+    if not sys.stdin or not sys.stdin.isatty():
+        yield subprocess.DEVNULL
+        return
+    keyboard, terminal = os.openpty()
+    try:
+        size = os.get_terminal_size(sys.stdin.fileno())
+        termios.tcsetwinsize(terminal, (size.lines, size.columns))
+        # A script that asks a question gets the end of the input as an answer.
+        os.write(keyboard, END_OF_INPUT * 8)
+        yield terminal
+    finally:
+        os.close(terminal)
+        os.close(keyboard)
 
 
 def add_output(error: TrimtabError, log: Path) -> TrimtabError:

@@ -57,8 +57,8 @@ class InputRecord:
         name = arguments[0] if arguments else None
         if not isinstance(name, str | bytes) or len(self.paths) > MOST_INPUTS:
             return
-        if event != "open" and _is_importing():
-            # The importer lists the script's folder; a new file there, such as a plan, changes nothing.
+        if event != "open" and _is_import_folder(name):
+            # Importers list the script's folder; a new file there, such as a plan, changes nothing.
             return
         flags = arguments[2] if event == "open" and len(arguments) > 2 else 0  # noqa: PLR2004 - path, mode, flags
         if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR):
@@ -91,18 +91,10 @@ class InputRecord:
         return tuple(ScriptInput(path=path, state=read_state(path)) for path in sorted(self.paths))
 
 
-def _is_importing() -> bool:
-    """Return whether Python's importer lists a folder, perhaps through the functions of the sandbox."""
-    frame = sys._getframe(2)
-    for _ in range(5):
-        name = frame.f_code.co_filename
-        # importlib.metadata lists every folder of sys.path in search of installed packages.
-        if name.startswith("<frozen importlib") or "/importlib/metadata/" in name:
-            return True
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return False
+def _is_import_folder(name: str | bytes) -> bool:
+    """Return whether Python imports modules from a folder, so that importers list it."""
+    folder = os.path.realpath(os.fsdecode(name))
+    return any(os.path.realpath(place or ".") == folder for place in list(sys.path))
 
 
 def read_state(path: str) -> str:

@@ -11,12 +11,15 @@ import functools
 import sys
 import threading
 import time
+import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.spec import PARTS, ScriptFact, Trace
@@ -35,10 +38,10 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
-BENCHMARK_NOTE = (
-    "torch.backends.cudnn.benchmark is on: while cuDNN tries its kernels in the first step, convolutions may "
-    "take more workspace than is counted here"
-)
+WAIT_STEPS, WAIT_S = 12, 30.0
+"""Further steps, and the time for them, that may pass until every optimizer has stepped."""
+EMPTY_LOADERS = 8
+"""Times that a script may begin to load data after its third step, for further epochs without batches."""
 OWN_FOLDER = str(Path(__file__).parent.parent)
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
@@ -119,15 +122,23 @@ class CachedCall:
 
 
 class _SkippedBackward(torch.autograd.Function):
-    """Return an output whose backward pass ends here: the skipped micro-batch adds to existing gradients."""
+    """Return an output whose backward pass ends here: the skipped micro-batch adds to existing gradients.
+
+    After the third step there may be none. Then it leaves some, because a loss scaler wants them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor, trained: list[Any]) -> torch.Tensor:
+        ctx.trained = trained
         return torch.empty_like(like)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, None
+        with torch.no_grad():
+            for parameter in ctx.trained:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+        return None, None, None
 
 
 @dataclass
@@ -179,9 +190,10 @@ class Observer:
     _forward_begin: int = 0
     _forward_end: int = 0
     _over_at: float = 0.0
+    _empty_loaders: int = 0
     _extra_steps: int = 0
-    _late_passes: int = 0
-    """Backward passes of the current step, after the third step."""
+    _trained: list[Any] = field(default_factory=list)
+    """Parameters that had a gradient in the third step; empty before."""
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
@@ -192,13 +204,22 @@ class Observer:
     """The script's line of the first training call."""
     compiled_graphs: int = 0
     """Graphs that torch's compiler compiled for the script."""
+    saved_sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes that a file written with torch.save would have, by its path."""
+    made_optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Optimizers of torch.optim that the script has made, and still has."""
+    _step_counts: dict[int, int] = field(default_factory=dict)
+    _waited: int = 0
+    _waits_until: float = 0.0
+    decoding: Any = None
+    """Shortens the generation of texts: the Decoding of generation_patches."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
-    def learn(self, name: str, value: Any, how: str = "") -> None:
+    def learn(self, name: str, value: Any, how: str = "", line: str | None = None) -> None:
         """Record a fact, how it was seen and at which line; what is seen first stays."""
         if name not in self.facts:
-            where = ", ".join(filter(None, (how, find_script_line())))
+            where = ", ".join(filter(None, (how, find_script_line() if line is None else line)))
             self.facts[name] = ScriptFact(name=name, value=str(value), where=where)
 
     # Modules
@@ -218,6 +239,16 @@ class Observer:
             # The script changes its parameters itself: what it did after the backward pass was its step.
             self._has_backward = False
             self.end_step(None)
+        if not training and self.decoding is not None and self.decoding.is_decoding(kwargs):
+            self._note_phase(training=False)
+            run = functools.partial(self._enter, call, module, args, kwargs, root=True)
+            return self.decoding.call(run, kwargs)
+        return self._call_root(call, module, args, kwargs, training=training)
+
+    def _call_root(
+        self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any, *, training: bool
+    ) -> Any:
+        """Run a model that the script calls, unless the call repeats one before."""
         key = (id(module), self._call_number if training else -1)
         self._call_number += 1
         signature = describe_inputs(args, kwargs)
@@ -258,7 +289,7 @@ class Observer:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if training and anchor is not None and getattr(leaf, "_trimtab_needs_graph", False):
-                return _SkippedBackward.apply(anchor, leaf)
+                return _SkippedBackward.apply(anchor, leaf, self._trained)
             return torch.empty_like(leaf)
 
         return tree_map(again, outputs)
@@ -267,8 +298,7 @@ class Observer:
         """Return whether the coming micro-batch repeats the ones before it."""
         units = self.units
         if self.is_over:
-            # Skipped calls leave no gradients, and a loss scaler wants some in every step: one pass runs.
-            return self.has_optimizer and self._late_passes > 0
+            return self.has_optimizer
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
             return len(units) > 0
@@ -323,8 +353,11 @@ class Observer:
         shaped = [tensor for tensor in tensors if tensor.dim() > 0]
         if not shaped:
             return
-        first = next((tensor for tensor in shaped if not tensor.is_floating_point()), shaped[0])
-        size = first.shape[0]
+        # Indices show the length as well; other indices, such as the edges of a graph, have no samples.
+        indices = (tensor for tensor in shaped if not tensor.is_floating_point())
+        first = next((tensor for tensor in indices if tensor.shape[0] == shaped[0].shape[0]), shaped[0])
+        # A vector of numbers is one sample without a batch dimension.
+        size = 1 if first.dim() == 1 and first.is_floating_point() else first.shape[0]
         self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
         # Samples x positions, or samples x choices x positions; labels may come first, and have one side.
         sides = (2,) if any(tensor.is_floating_point() for tensor in shaped) else (2, 3)
@@ -332,10 +365,13 @@ class Observer:
         if tokens:
             length = tokens[0].shape[-1]
             self.lengths[length] = self.lengths.get(length, 0) + 1
-        if torch.backends.cudnn.benchmark:
-            self.notes[BENCHMARK_NOTE] = None
         self._described = module
         self.note_precision()
+
+    def uses_gpu(self) -> bool:
+        """Return whether the training steps did anything on the GPU."""
+        marks = self.recorder.marks
+        return "step0" in marks and len(self.recorder.order) > marks["step0"]
 
     # Steps
 
@@ -348,8 +384,11 @@ class Observer:
     def end_backward(self) -> None:
         """Note that a backward pass has ended: it ends a micro-batch."""
         self._backward_depth -= 1
-        self._late_passes += self.is_over
-        if self._backward_depth or self.is_over or "step0" not in self.recorder.marks:
+        if self._backward_depth or "step0" not in self.recorder.marks:
+            return
+        if self.is_over:
+            self._call_number = 0
+            self._inputs = []
             return
         self.passes += 1
         sequence = self.recorder.sequence
@@ -371,10 +410,26 @@ class Observer:
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
+            self._step_counts[id(optimizer)] = self._step_counts.get(id(optimizer), 0) + 1
             if id(optimizer) not in self.optimizers:
                 self.optimizers[id(optimizer)] = optimizer
                 self.learn("optimizer", describe_optimizer(optimizer))
             self._label_optimizer(optimizer)
+
+    def note_optimizers(self) -> None:
+        """Note every optimizer that stepped, if there are several."""
+        kinds = Counter(
+            (type(optimizer).__name__, self._step_counts[number])
+            for number, optimizer in self.optimizers.items()
+        )
+        rates = {steps for _, steps in kinds}
+        texts = [
+            f"{count} x " * (count > 1) + name + f" {steps}x" * (len(rates) > 1)
+            for (name, steps), count in kinds.items()
+        ]
+        if len(self.optimizers) > 1:
+            how = "all that stepped" + ", and how often" * (len(rates) > 1)
+            self.learn("optimizers", ", ".join(texts), how, "")
 
     def end_step(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; None if the script changes its parameters without one."""
@@ -387,11 +442,12 @@ class Observer:
             return
         if self.is_over:
             self._extra_steps += 1
-            self._late_passes = 0
             if self._extra_steps > EXTRA_STEPS:
                 self.finish()
             return
         self._close_step()
+        if self._waits_for_optimizers():
+            return
         self.steps += 1
         recorder = self.recorder
         # Compiled code may still be compiled again and tuned in the second step.
@@ -404,9 +460,38 @@ class Observer:
             self.is_over = True
             self._over_at = time.monotonic()
             recorder.records_work = False
+            self._trained = self._list_trained()
             self.open_window("")
         elif self.windows[-1].name in (FIRST, STEADY, ""):
             self.open_window(STEADY)
+
+    def _waits_for_optimizers(self) -> bool:
+        """Return whether to see more of this step: another optimizer, which steps less often, is still due.
+
+        The second step needs the states of every optimizer, the third their second step.
+        """
+        due = [
+            optimizer
+            for optimizer in self.made_optimizers
+            if self.steps and self._step_counts.get(id(optimizer), 0) < self.steps
+        ]
+        if not due:
+            return False
+        self._waits_until = self._waits_until or time.monotonic() + WAIT_S
+        self._waited += 1
+        if self._waited <= WAIT_STEPS and time.monotonic() < self._waits_until:
+            return True
+        kinds = ", ".join(sorted({describe_optimizer(optimizer) for optimizer in due}))
+        fewest = min(self._step_counts.get(id(optimizer), 0) for optimizer in due)
+        self.notes[
+            f"of the script's optimizers, {kinds} stepped {fewest} times while the first one stepped "
+            f"{self._step_counts[self._first]} times: what its step needs may be missing here"
+        ] = None
+        return False
+
+    def _list_trained(self) -> list[Any]:
+        parameters = (parameter for module in self.roots.values() for parameter in module.parameters())
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
     def _close_step(self) -> None:
         """Keep the work of the step: one micro-batch and the optimizer, or all if the passes differ."""
@@ -456,6 +541,12 @@ class Observer:
     def check_time(self) -> None:
         """End the script if it goes on for long after its third step."""
         if self.is_over and time.monotonic() - self._over_at > AFTER_S:
+            self.finish()
+
+    def note_ended_loader(self, *, is_empty: bool) -> None:
+        """End the script if it begins to load again and again after its third step."""
+        self._empty_loaders += is_empty
+        if self._empty_loaders > EMPTY_LOADERS:
             self.finish()
 
     def label_weights(self) -> None:
@@ -563,7 +654,7 @@ def describe_precision(module: Any) -> tuple[str, str]:
     """Return the precision that a training call runs in, and what shows it."""
     dtypes: dict[torch.dtype, int] = {}
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if not is_lazy(parameter) and parameter.is_floating_point():
             dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + parameter.numel()
     weights = max(dtypes, key=lambda dtype: dtypes[dtype], default=torch.float32)
     if torch.is_autocast_enabled("cuda"):

@@ -513,9 +513,19 @@ def _make_constant(value: Any) -> Callable[..., Any]:
 
 def hide_fake_tensors() -> None:
     """Hide fake tensors from libraries that run their models differently when they see them."""
-    library = sys.modules.get("transformers.utils.import_utils")
+    MODULE_PATCHES[CHECKING_MODULE] = hide_from_module
+    library = sys.modules.get(CHECKING_MODULE)
     if library is not None:
-        library.is_fake_tensor = _make_constant(value=False)  # type: ignore[attr-defined]
+        hide_from_module(library)
+
+
+CHECKING_MODULE = "transformers.utils.import_utils"
+"""It asks for fake tensors; models then make masks of attention that they would leave out."""
+
+
+def hide_from_module(library: Any) -> None:
+    """Let the module find no fake tensors."""
+    library.is_fake_tensor = _make_constant(value=False)
 
 
 def _apply_to_module(module: Any, change: Callable[[Any], Any], recurse: bool = True) -> Any:

@@ -20,7 +20,7 @@ from trimtab.trace.data_dependent import ValueTracker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trimtab.spec import Device
+    from trimtab.spec import Device, SizeCause
 
 
 # Autocast, as it runs on the host of the target GPU.
@@ -179,6 +179,12 @@ VECTOR_OPS = {
 CUBLAS_OPS = frozenset({*MATRIX_OPS, *VECTOR_OPS})
 
 
+SEARCH_NOTE = (
+    "torch.backends.cudnn.benchmark is on: in the first step cuDNN tries its kernels (cudnn_search), and "
+    "later steps take less; which kernels it tries is not documented, so the band begins without them"
+)
+
+
 class Kernels:
     """Runs operations as the target's kernels would, and collects the assumptions made."""
 
@@ -192,6 +198,8 @@ class Kernels:
         """Whether cuDNN has allocated its random states for dropout in recurrent layers."""
         self._library = torch.library.Library("aten", "IMPL")
         Autocast(last_first=casts_last_argument_first(target)).install(self._library)
+        self._searched: set[SizeCause | None] = set()
+        """Convolutions whose fastest kernel cuDNN has searched."""
         self.uses_attention = False
         """Whether torch's function for attention was called."""
         self.double_backward = False
@@ -243,7 +251,22 @@ class Kernels:
         if gpu_rule is not None:
             return gpu_rule(args, out, self.capability)
         rule = workspaces.RULES.get(name)
-        return rule(args, out) if rule else []
+        requests = rule(args, out) if rule else []
+        return self._drop_known_searches(requests) if torch.backends.cudnn.benchmark else requests
+
+    def _drop_known_searches(
+        self, requests: list[workspaces.MemoryRequest]
+    ) -> list[workspaces.MemoryRequest]:
+        """Drop searches for convolutions that cuDNN has seen: torch keeps its choice for each shape."""
+        kept = []
+        for request in requests:
+            if request.kind == "search":
+                if request.cause in self._searched:
+                    continue
+                self._searched.add(request.cause)
+                self.assume(SEARCH_NOTE)
+            kept.append(request)
+        return kept
 
     def persistent_bytes(self, name: str, args: tuple[Any, ...]) -> int:
         """Return the bytes that a library allocates now and never frees: cuBLAS per thread, cuDNN dropout."""

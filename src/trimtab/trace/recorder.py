@@ -21,21 +21,22 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
-from trimtab.spec.trace import ENTER, GRADIENT, LEAVE
+from trimtab.spec.trace import EMPTY_CACHE, ENTER, GRADIENT, LEAVE, SEARCH
 from trimtab.trace.fake_cuda import FakeStream
 from trimtab.trace.fake_ops import PARTS_ATTRIBUTE, is_sparse, list_storage_tensors
 from trimtab.trace.op_cost import FIND_POSITIONS, describe_work, needs_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from trimtab.engine.build import EntryPoints
     from trimtab.spec import SizeCause
     from trimtab.trace.kernels import Kernels
+    from trimtab.trace.workspaces import MemoryRequest
 
 
-def _is_called_by_autograd() -> bool:
+def is_called_by_autograd() -> bool:
     """Whether autograd's engine called the operation directly. The engine runs on a separate thread."""
     # Then all callers of the recorder are frames of torch, which differ between its releases.
     frame: FrameType | None = sys._getframe(1).f_back
@@ -51,12 +52,13 @@ META = torch.device("meta")
 
 
 @functools.cache
-def _op_name(func: Any) -> str:
+def find_op_name(func: Any) -> str:
+    """Return the name of an operation, without its overload."""
     return str(func.name().partition(".")[0]) if hasattr(func, "name") else str(func)
 
 
 @functools.cache
-def _is_view(func: Any) -> bool:
+def is_view_op(func: Any) -> bool:
     """Whether an operation only returns an input or a view of it, and so allocates nothing.
 
     The storage of its result may still be new to Python, as for parameters after a deep copy.
@@ -73,7 +75,16 @@ ENTER_WORK, LEAVE_WORK = (Work(op=op, kind="call", dtype="", kernels=0) for op i
 PLAIN_TYPES = (FakeTensor,)
 UNSHARED_USE_COUNT = 2
 """Use count of a storage that belongs to one tensor: that tensor, and the Python object that reads it."""
+SEARCH_SHARE = 0.85
+"""Share of the device's memory up to which a search of cuDNN counts: torch leaves out what does not fit."""
 SKIPPED_OPS = {"prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}
+
+
+def list_works(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Work]:
+    """Return what an operation that returned `out` does on the device."""
+    works = [FIND_POSITIONS] if needs_positions(name, args) else []
+    work = describe_work(func, name, args, kwargs, out)
+    return works if work is None else [*works, work]
 
 
 class Recorder(TorchDispatchMode):
@@ -167,10 +178,8 @@ class Recorder(TorchDispatchMode):
                 alive.discard(~event)
         return sum(self.sizes[number] for number in alive)
 
-    def add_work(self, work: Work | None) -> None:
-        """Record an operation of the step that is timed; None is ignored."""
-        if work is None:
-            return
+    def add_work(self, work: Work) -> None:
+        """Record an operation of the step that is timed."""
         in_engine = threading.get_ident() != self._main_thread
         self.sequence.append(self.works.setdefault(work, len(self.works)))
         self.by_engine.append(in_engine)
@@ -191,8 +200,11 @@ class Recorder(TorchDispatchMode):
         if func is DEVICE and isinstance(args[0], FakeTensor):
             # Two thirds of all calls: return the answer of fake tensors, without their overhead.
             return META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
-        kwargs = kwargs or {}
-        name = _op_name(func)
+        return self.run_operation(func, types, args, kwargs or {})
+
+    def run_operation(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on fake tensors, and record it."""
+        name = find_op_name(func)
         if self.paused or name in SKIPPED_OPS:
             return func(*args, **kwargs)
         if any(
@@ -209,31 +221,45 @@ class Recorder(TorchDispatchMode):
                     setattr(error, OPERATION, name)
             raise
         if self.records_work:
-            self.add_work(FIND_POSITIONS if needs_positions(name, args) else None)
-            self.add_work(describe_work(func, name, args, kwargs, out))
-        if name == "aten::add" and _is_called_by_autograd() and self._reuse_memory(args[0], out):
+            for work in list_works(func, name, args, kwargs, out):
+                self.add_work(work)
+        if name == "aten::add" and is_called_by_autograd() and self.reuse_memory(args[0], out):
             return out
-        if not _is_view(func) or is_sparse(out):
-            self._record_op(name, args, out)
+        if not is_view_op(func) or is_sparse(out):
+            self.record_op(name, args, out)
         return out
 
-    def _record_op(self, name: str, args: tuple[Any, ...], out: Any) -> None:
-        """Record the allocations of an operation, in its order."""
-        leaves = [
-            part
-            for leaf in tree_leaves(out)
-            if isinstance(leaf, torch.Tensor)
-            for part in list_storage_tensors(leaf)
-        ]
+    def record_op(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        out: Any,
+        *,
+        leaves: list[Any] | None = None,
+        requests: Sequence[MemoryRequest] | None = None,
+    ) -> None:
+        """Record the allocations of an operation, in its order.
+
+        `leaves` are its results and `requests` what it asks for, if they are known.
+        """
+        if leaves is None:
+            leaves = [
+                part
+                for leaf in tree_leaves(out)
+                if isinstance(leaf, torch.Tensor)
+                for part in list_storage_tensors(leaf)
+            ]
         results = deque(self._select_new(leaves))
         workspaces = []
-        for request in self.kernels.list_requests(name, args, out):
+        for request in self.kernels.list_requests(name, args, out) if requests is None else requests:
             if request.kind == "result":
                 self._record_result(results.popleft() if results else None, name)
             elif request.kind == "last result":
                 self._record_result(results.pop() if results else None, name)
             elif request.size and request.kind == "hold":
                 workspaces.append(self._add_allocation(request.size, "workspace", name))
+            elif request.kind == "search":
+                self.record_search(request)
             elif request.size or request.cause:
                 self.add_temporary(request.size, name, request.cause)
         for leaf in results:
@@ -244,11 +270,21 @@ class Recorder(TorchDispatchMode):
             self._add_allocation(persistent, "workspace", library)
         self.order.extend(~number for number in workspaces)
 
+    def record_search(self, request: MemoryRequest) -> None:
+        """Record the largest trial of cuDNN that fits beside what is live; torch then empties its cache."""
+        live = sum(self.sizes[event] if event >= 0 else -self.sizes[~event] for event in self.order)
+        room = int(SEARCH_SHARE * self.kernels.target.memory_bytes) - live
+        if request.size <= room:
+            self.add_temporary(request.size, SEARCH, request.cause)
+        else:
+            self.add_temporary(next((size for size in request.smaller if size <= room), 0), SEARCH)
+        self.add_temporary(0, EMPTY_CACHE)
+
     def _select_new(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors whose storage is not recorded yet."""
         return [tensor for tensor in tensors if self._find_new_storage(tensor) is not None]
 
-    def _reuse_memory(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+    def reuse_memory(self, old: torch.Tensor, new: torch.Tensor) -> bool:
         """Give a sum of gradients the memory of its first term; return whether that was possible.
 
         Autograd adds a second gradient to the first one in place if nothing else refers to it. It does not do

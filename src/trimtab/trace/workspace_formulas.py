@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from trimtab.trace import convolution
+from trimtab.trace import convolution, convolution_search
 
 if TYPE_CHECKING:
     from trimtab.spec import SizeCause
@@ -23,6 +23,8 @@ LAUNCH_CHUNKS, CHUNK_NUMBERS, LAUNCH_TENSORS = 320, 65536, 110
 COLUMN_SUM = "column sum"
 CONVOLUTION = "convolution "
 """Prefix of the rule; the phase follows."""
+SEARCH = "search "
+"""Prefix of the rule of a search for the fastest convolution; the phase follows."""
 
 
 def column_sum_bytes(rows: int, columns: int) -> int:
@@ -96,4 +98,8 @@ def evaluate_cause(cause: SizeCause) -> int | None:
     if cause.rule.startswith(CONVOLUTION):
         shape = unflatten_shape(cause.numbers, cause.word)
         return cause.beside + convolution.workspace_bytes(shape, cause.rule.removeprefix(CONVOLUTION))
+    if cause.rule.startswith(SEARCH):
+        shape = unflatten_shape(cause.numbers, cause.word)
+        sizes = convolution_search.list_search_bytes(shape, cause.rule.removeprefix(SEARCH))
+        return max(sizes, default=0)
     return None

@@ -7,13 +7,14 @@ than over rows.
 
 from __future__ import annotations
 
+import functools
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from trimtab.spec import SizeCause
-from trimtab.trace import convolution, recurrent, workspace_formulas
+from trimtab.trace import convolution, convolution_search, recurrent, workspace_formulas
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -35,10 +36,13 @@ class MemoryRequest(NamedTuple):
 
     kind: str
     """hold: freed at the end of the operation; brief: freed at once; result: the next of its results; last
-    result: the last of its remaining results."""
+    result: the last of its remaining results; search: cuDNN's trials, freed at once with the allocator's
+    cache."""
     size: int = 0
     cause: SizeCause | None = None
     """Formula of a size that does not grow linearly with the micro-batch."""
+    smaller: tuple[int, ...] = ()
+    """Sizes of a search if memory is short, largest first."""
 
 
 RESULT = MemoryRequest("result")
@@ -74,6 +78,23 @@ def _request_convolution(
     )
 
 
+def _request_search(
+    ends: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, phase: str, *, stride: Any, groups: int
+) -> list[MemoryRequest]:
+    """Request the workspace of cuDNN's search for the fastest kernel, if `cudnn.benchmark` is on.
+
+    `ends` are input and output as cuDNN sees them: to it, a transposed convolution is the input gradient of
+    the convolution that it transposes.
+    """
+    if not torch.backends.cudnn.benchmark:
+        return []
+    shape = convolution.read_shape(ends[0], weight, ends[1], stride, groups)
+    size, *smaller = convolution_search.list_search_bytes(shape, phase) or [0]
+    numbers = workspace_formulas.flatten_shape(shape)
+    cause = SizeCause(rule=workspace_formulas.SEARCH + phase, numbers=numbers, word=shape.arithmetic)
+    return [MemoryRequest("search", size, cause, tuple(smaller))] if size else []
+
+
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
     """Return the bytes of the workspace of a cuBLAS handle."""
     return CUBLAS_HOPPER if capability >= (9, 0) else CUBLAS_OLDER
@@ -103,7 +124,9 @@ def _convolution(args: tuple[Any, ...], out: Any) -> list[MemoryRequest]:
     source, weight = args[0], args[1]
     shape = convolution.read_shape(source, weight, out, args[3], args[8])
     copy = _copy_bytes(source, _choose_memory_format(source, weight))
-    return [request_for_op(copy), RESULT, _request_convolution(shape, "forward")]
+    ends, phase = ((out, source), "source") if args[6] else ((source, out), "forward")
+    search = _request_search(ends, weight, phase, stride=args[3], groups=args[8])
+    return [request_for_op(copy), RESULT, *search, _request_convolution(shape, "forward")]
 
 
 def _convolution_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
@@ -119,10 +142,12 @@ def _convolution_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
     once = gradient_copy if gradient_copy and (transposed or other_format) else 0
     each = gradient_copy - once
     requests = [request_for_op(source_copy), request_for_op(once)]
+    ends, phase = ((gradient, source), "forward") if transposed else ((source, gradient), "source")
+    search = functools.partial(_request_search, ends, weight, stride=stride, groups=groups)
     if needed[0]:
-        requests += [RESULT, _request_convolution(shape, "source", beside=each)]
+        requests += [RESULT, *search(phase), _request_convolution(shape, "source", beside=each)]
     if needed[1]:
-        requests += [RESULT, _request_convolution(shape, "weight", beside=each)]
+        requests += [RESULT, *search("weight"), _request_convolution(shape, "weight", beside=each)]
     if needed[2]:
         # torch itself sums the gradient of the bias, over all dimensions except the channels.
         requests += [
