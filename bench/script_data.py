@@ -146,6 +146,40 @@ def write_images(folder: Path, root: str = "images", classes: int = 10, each: in
                 Image.fromarray(small).resize((256, 256)).save(target / f"{number}.jpg")
 
 
+def write_two_styles(folder: Path, root: str = "../../data/monet2photo", each: int = 24) -> None:
+    """Write JPEG files of two kinds, A and B, without pairs, for training and testing."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for kind in ("A", "B"):
+            target = folder / root / split / kind
+            target.mkdir(parents=True, exist_ok=True)
+            for number in range(each):
+                small = rng.integers(0, 256, (16, 16, 3), np.uint8)
+                Image.fromarray(small).resize((256, 256)).save(target / f"{number}.jpg")
+
+
+WORD_SHARE = 0.0127
+"""Share of the vocabulary that a paper of Cora has."""
+
+
+def write_citations(folder: Path, root: str = "cora", papers: int = 2708, words: int = 1433) -> None:
+    """Write a graph with the shape of Cora: papers with words and a class, and who cites whom."""
+    target = folder / root
+    target.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    has_word = rng.random((papers, words)) < WORD_SHARE
+    classes = rng.integers(0, 7, papers)
+    rows = [
+        "\t".join([str(1000 + index), *map(str, has_word[index].astype(int)), f"class{classes[index]}"])
+        for index in range(papers)
+    ]
+    write_text(target, "cora.content", rows)
+    links = rng.integers(0, papers, (5429, 2)) + 1000
+    write_text(target, "cora.cites", [f"{first}\t{second}" for first, second in links])
+
+
 def make_tokenizer(vocabulary: int, special: list[str]) -> Any:
     """Return a byte-level BPE tokenizer, trained on random words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -94,7 +94,11 @@ ORIGINS = {
     "timm": "huggingface/pytorch-image-models",
     "vision": "pytorch/vision (references)",
     "pytorch-lightning": "Lightning-AI/pytorch-lightning (examples)",
+    "PyTorch-GAN": "eriklindernoren/PyTorch-GAN",
+    "cleanrl": "vwxyzjn/cleanrl",
+    "SimCLR": "sthalles/SimCLR",
 }
+TENSORBOARD = ("tensorboard", "google", "absl")
 DATASETS = ("datasets", "evaluate", "pyarrow", "pandas", "dill", "multiprocess", "xxhash")
 
 
@@ -104,6 +108,16 @@ def write_glue(folder: Path) -> None:
     data.write_pairs(folder)
     data.write_metric(folder, "glue")
     data.write_metric(folder, "accuracy")
+
+
+def write_mnist_of_gans(folder: Path) -> None:
+    """Write the digits where the scripts of PyTorch-GAN look for them."""
+    data.write_digits(folder, "../../data/mnist")
+
+
+def write_cifar_sets(folder: Path) -> None:
+    """Write the images where SimCLR looks for them."""
+    data.write_cifar(folder, "datasets")
 
 
 def write_accuracy(folder: Path) -> None:
@@ -242,6 +256,55 @@ def _plain_cases() -> list[ScriptCase]:
             " --batch-size 64 --workers 4 --amp --model-ema",
             (data.write_images,),
             copy="references",
+        ),
+    ]
+
+
+def _research_cases() -> list[ScriptCase]:
+    """Scripts of papers: several models, several optimizers, graphs, games, old calls."""
+    gans = "implementations"
+    return [
+        ScriptCase("gat", "examples", "gat", "python main.py", (data.write_citations,), copy="gat"),
+        ScriptCase(
+            "siamese",
+            "examples",
+            "siamese_network",
+            "python main.py --batch-size 128",
+            (data.write_digits,),
+            copy="siamese_network",
+        ),
+        ScriptCase(
+            "cyclegan",
+            "PyTorch-GAN",
+            f"{gans}/cyclegan",
+            "python cyclegan.py --n_epochs 2 --decay_epoch 1 --batch_size 2 --n_cpu 2",
+            (data.write_two_styles,),
+            copy=f"{gans}/cyclegan",
+        ),
+        ScriptCase(
+            "wgan-gp",
+            "PyTorch-GAN",
+            f"{gans}/wgan_gp",
+            "python wgan_gp.py --batch_size 512 --n_cpu 2",
+            (write_mnist_of_gans,),
+            copy=f"{gans}/wgan_gp",
+        ),
+        ScriptCase(
+            "cleanrl-ppo",
+            "cleanrl",
+            ".",
+            "python cleanrl/ppo.py --num-envs 64 --num-steps 32",
+            copy="cleanrl",
+            packages=("gymnasium", "tyro", *TENSORBOARD),
+        ),
+        ScriptCase(
+            "simclr-fp16",
+            "SimCLR",
+            ".",
+            "python run.py -data datasets -dataset-name cifar10 -b 256 -j 2 --fp16-precision",
+            (write_cifar_sets,),
+            packages=TENSORBOARD,
+            environment={"TRIMTAB_SCRIPT_STAND_IN": "cifar"},
         ),
     ]
 
@@ -441,7 +504,13 @@ def _hugging_face_cases() -> list[ScriptCase]:
 
 def cases() -> list[ScriptCase]:
     """Return every case."""
-    return [*_plain_cases(), *_distributed_cases(), *_framework_cases(), *_hugging_face_cases()]
+    return [
+        *_plain_cases(),
+        *_research_cases(),
+        *_distributed_cases(),
+        *_framework_cases(),
+        *_hugging_face_cases(),
+    ]
 
 
 def prepare(case: ScriptCase, repos: Path, work: Path) -> Path:

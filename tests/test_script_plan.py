@@ -68,11 +68,11 @@ class Script:
     has_times: bool = True
     ran: list[str] = field(default_factory=list)
 
-    def run(self, command: ScriptCommand, cluster: Cluster) -> Any:
+    def run(self, command: ScriptCommand, cluster: Cluster, sources: dict[str, str] | None = None) -> Any:
         self.ran.append(" ".join(command.words))
         if self.fails and self.fails in command.words:
             raise JobFailed("train.py", found=f"it does not work with {self.fails}", cure="Leave it out.")
-        knobs = find_knobs(command, {"train.py": self.text})
+        knobs = find_knobs(command, sources or {"train.py": self.text})
         split = read_split(knobs)
         precision = Precision(read_word(knobs, "precision") or "fp32")
         recompute = Recompute(read_word(knobs, "recompute") or "none")

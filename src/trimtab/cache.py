@@ -129,6 +129,8 @@ def _remove_old_layout() -> None:
 
 TRACES = CacheKind("traces", max_bytes=2 * GIB)
 """Traces by request. Earlier versions had all kinds in this folder: the limit removes what they left."""
+FOLLOWED_SCRIPTS = CacheKind("scripts", max_bytes=1 * GIB)
+"""What training commands did on the pretended GPU."""
 PLANS = CacheKind("plans")
 ESTIMATES = CacheKind("estimates", max_bytes=256 * MIB)
 """All estimates of one job by the planner, one entry a job."""

@@ -669,7 +669,9 @@ FACT_LABELS = {
     "micro_batch": "micro-batch",
     "micro_batches_seen": "micro-batches",
     "global_batch": "global batch",
+    "longest_possible": "longest",
     "gpus": "GPUs",
+    "tensor_parallel": "tensor parallel",
 }
 """Names of facts for people, where they differ from the JSON."""
 
@@ -690,17 +692,22 @@ def render_script(found: ScriptEstimate) -> RenderableType:
         phases.add_column(title, justify=justify, header_style="dim", no_wrap=True)  # type: ignore[arg-type]
     for phase in found.phases:
         phases.add_row(phase.name, format_bytes(phase.allocated_bytes), format_bytes(phase.reserved_bytes))
+    notes = [render_labelled(phase.name, phase.note, "dim") for phase in found.phases if phase.note]
     lines = [shorten_path(line) for line in found.script.writes[:MOST_WRITES]]
-    writes = [Text(f" not written: {line}", style="dim") for line in lines]
+    writes: list[RenderableType] = [Text(f" not written: {line}", style="dim") for line in lines]
     if len(found.script.writes) > MOST_WRITES:
         more = len(found.script.writes) - MOST_WRITES
         writes.append(Text(f" not written: {more} more, which --json lists", style="dim"))
+    if found.script.is_cached:
+        cached = "the same command, files and versions were followed before; --no-cache follows it again"
+        writes.append(render_labelled("from the cache", cached, "dim"))
     return Group(
         render_estimate(found.estimate, found.peaks, heading=heading),
         Text(),
         Padding(facts, (0, 0, 0, 1), expand=False),
         Text(),
         Padding(phases, (0, 0, 0, 1), expand=False),
+        *notes,
         *writes,
     )
 
@@ -1000,7 +1007,22 @@ def _render_command(plan: Plan) -> list[RenderableType]:
     if len(line) > COMMAND_WIDTH:
         line = shell_line(plan.script.words)
     changes = [render_labelled("changed", change, "dim") for change in plan.script.changes]
+    in_files = [change for change in plan.script.edits if change.file]
+    only_there = [change for change in in_files if change.form == "config"]
+    first: list[RenderableType] = []
+    if only_there:
+        rows = [Text(f"   {escape_control(change.text)}", style="bold green") for change in only_there]
+        how = render_labelled("write it", "trimtab apply PLAN, for a plan from --out", "dim")
+        first = [Text(" change this", style="bold"), *rows, how, Text()]
+        known = {change.text for change in only_there}
+        changes = [
+            render_labelled("changed", change, "dim") for change in plan.script.changes if change not in known
+        ]
+    elif in_files:
+        texts = "; ".join(change.text for change in in_files)
+        changes.append(render_labelled("or in files", f"{texts} (trimtab apply writes it)", "dim"))
     return [
+        *first,
         Text(" type this", style="bold"),
         *(Text(f"   {escape_control(part)}", style="bold green") for part in line.split("\n")),
         *changes,

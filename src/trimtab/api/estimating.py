@@ -58,7 +58,9 @@ def estimate_command(request: EstimateRequest, say: Callable[[str], None] | None
     refuse_job_options(request)
     cluster = as_cluster(request.on, network=request.network)
     first_device(cluster)
-    return estimate_script(parse_command(request.command, environment=os.environ), cluster, say=say)
+    return estimate_script(
+        parse_command(request.command, environment=os.environ), cluster, say=say, cache=request.cache
+    )
 
 
 SCRIPT_FIELDS = frozenset({"job", "on", "network", "command", "cache"})

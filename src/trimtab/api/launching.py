@@ -101,7 +101,12 @@ def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
     from trimtab.spec import LaunchKind
     from trimtab.training.job_queries import find_job_fault
 
-    if kind in {LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED} or found.script is not None:
+    if found.script is not None:
+        from trimtab.scripts.apply import list_missing_edits
+
+        missing = list_missing_edits(found)
+        return f"the plan needs other values in config files: {'; '.join(missing)}" if missing else ""
+    if kind in {LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED}:
         return ""
     fault = find_job_fault(found.job, found.options, cache=cache)
     return "" if fault is None else f"{fault.given}: {fault.found}. {fault.cure}"

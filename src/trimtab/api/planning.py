@@ -107,7 +107,7 @@ def plan_command(request: PlanRequest) -> Plan:
         cluster,
         policy,
         knobs,
-        partial(estimate_script, say=None),
+        partial(estimate_script, say=None, cache=request.cache),
         given={key: getattr(request, key) for key in ("global_batch", "samples", "epochs")},
         sources=sources,
         say=request.say,

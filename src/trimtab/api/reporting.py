@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.pages.report_data import ReportData
-    from trimtab.spec import WatchSample
+    from trimtab.predict.memory import Timeline
+    from trimtab.spec import Plan, WatchSample
 
 
 def report(
@@ -41,10 +42,24 @@ def _with_timeline(story: ReportData) -> ReportData:
     found = story.plan
     if found is None or not found.estimate.process_bytes:
         return story
-    line, words = read_cached_timeline(found)
+    line, words = _read_script_timeline(found) if found.script is not None else read_cached_timeline(found)
     if line is None:
         return replace(story, missing=(*story.missing, f"memory through a step: {words}"))
     return replace(story, timeline=line, timeline_of=words)
+
+
+def _read_script_timeline(plan: Plan) -> tuple[Timeline | None, str]:
+    """Return the memory through one step of a training command that was followed before, with a note."""
+    from trimtab.planner.plan_files import write_plan_command
+    from trimtab.predict.memory import build_timeline
+    from trimtab.scripts.estimate import read_followed_trace
+
+    trace = read_followed_trace(plan)
+    line = None if trace is None else build_timeline(trace)
+    if line is None:
+        again = write_plan_command(plan)
+        return None, f"the command was not followed on this machine with these files; `{again}` follows it"
+    return line, f"A step of the command: {plan.choice.accumulation} x {plan.choice.micro_batch} samples."
 
 
 def watch(

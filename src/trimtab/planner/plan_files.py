@@ -78,7 +78,8 @@ def list_changes(plan: Plan, now: dict[str, str], cluster: Cluster | None) -> li
         if not key.startswith(FILE_PREFIX)
         else f"{_name_key(key)} has changed"
         for key, before in plan.fingerprints.items()
-        if key in now and key != "cluster" and now[key] != before
+        # A config file has two: as it was, and with the changes of the plan.
+        if key in now and key != "cluster" and now[key] not in (before, *before.split())
     ]
     wrong += [
         f"{_name_key(key)} is gone"

@@ -13,7 +13,7 @@ from trimtab.configs.files import FileChange, PreparedFile, prepare_files
 from trimtab.configs.formats import SUFFIXES, decode_text, read_bytes, read_config
 from trimtab.configs.plan_edits import Edit
 from trimtab.configs.text_edit import format_path
-from trimtab.errors import WrongUse
+from trimtab.errors import TrimtabError, WrongUse
 from trimtab.scripts.shell_edit import rewrite_command
 
 if TYPE_CHECKING:
@@ -199,14 +199,30 @@ def _edit_header(proposal: CommandProposal, plan: Plan, text: str, file: str, *,
     return document.edit({edit.path: edit.after for edit in edits}, beside=beside, add=True)
 
 
-def list_file_texts(command_changes: Sequence[ScriptChange], folder: Path | None = None) -> dict[str, str]:
+def list_file_texts(changes: Sequence[ScriptChange], folder: Path | None = None) -> dict[str, str]:
     """Return the texts of config files with the changes of a command, by absolute path."""
-    by_file: dict[str, dict[KeyPath, object]] = {}
-    for change in command_changes:
-        if change.file:
-            by_file.setdefault(change.file, {})[change.key] = change.after
     texts = {}
-    for file, changes in by_file.items():
+    for file in dict.fromkeys(change.file for change in changes if change.file):
         path = Path(folder or Path.cwd(), file).resolve()
-        texts[str(path)] = read_config(path, file).edit(changes, add=True)
+        texts[str(path)] = edit_text(decode_text(read_bytes(path, file), file), file, changes)
     return texts
+
+
+def edit_text(text: str, file: str, changes: Sequence[ScriptChange]) -> str:
+    """Return the text of a config file with the changes that concern it; computed values go too."""
+    new = {change.key: change.after for change in changes if change.file == file}
+    return read_config(text, file).edit(new, add=True, beside=True)
+
+
+def list_missing_edits(plan: Plan) -> list[str]:
+    """Return the changes of config files that a plan's command needs and that are not written yet."""
+    changes = [change for change in (plan.script.edits if plan.script else ()) if change.form == "config"]
+    missing = []
+    for change in changes:
+        try:
+            entries = read_config(Path(locate_config(plan, change.file))).entries()
+        except TrimtabError:
+            entries = []
+        if not any(entry.path == change.key and entry.value == change.after for entry in entries):
+            missing.append(change.text)
+    return missing

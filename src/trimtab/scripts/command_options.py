@@ -139,7 +139,7 @@ def _typed_option(name: str, form: OptionForm, value: str) -> ScriptOption:
 
 def parse_file_value(text: str, option: ScriptOption) -> Any:
     """Return a value as a config file holds it: a number and a truth value as such, in the file's own way."""
-    if isinstance(option.in_file, str):
+    if isinstance(option.in_file, str) and option.value in (OptionValue.TEXT, OptionValue.INTEGER):
         return text
     if text in ("true", "false") and option.value not in (OptionValue.TEXT, OptionValue.INTEGER):
         return text == "true"
@@ -231,7 +231,10 @@ class OptionEditor:
             return ""
         if not after:
             return f"without {before}"
-        return f"{after} instead of {before}" if before else f"{after} added"
+        if before:
+            return f"{after} instead of {before}"
+        here = "" if option.in_file is None else f" (it is {_show_value(option.in_file)} in {option.file})"
+        return f"{after} added{here}"
 
     def _set_variable(self, name: str, value: str) -> str:
         before = self.environment.get(name)

@@ -6,15 +6,17 @@ import functools
 import json
 import os
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from trimtab.scripts.observer import SAVE, Observer, put
+from trimtab.scripts.observer import SAVE, Observer, find_script_line, put
 from trimtab.trace.fake_cuda import MODULE_PATCHES
+from trimtab.trace.fake_ops import list_storage_tensors
 
 SAVED_KEY = "trimtab_saved_object"
 
@@ -33,6 +35,10 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
         key = str(len(saved))
         saved[key] = tree_map(functools.partial(_drop_memory, fake_mode), obj)
         out = original_save({SAVED_KEY: key}, *args, **kwargs)
+        file = args[0] if args else kwargs.get("f")
+        path = getattr(file, "name", file)
+        if isinstance(path, str | os.PathLike):
+            observer.saved_sizes[str(Path(path).absolute())] = _count_bytes(obj)
         observer.check_time()
         return out
 
@@ -45,11 +51,54 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
         found = original_load(f, *args, **kwargs)
         return saved[found[SAVED_KEY]] if isinstance(found, dict) and SAVED_KEY in found else found
 
+    _patch_downloads(observer)
     put(torch, "save", save)
     put(torch, "load", load)
     for module in IDENTIFYING_MODULES:
         MODULE_PATCHES[module] = _patch_storage_ids
     _patch_safetensors(observer, fake_mode)
+
+
+def _count_bytes(obj: Any) -> int:
+    """Return the bytes of the tensors in an object, each storage once."""
+    tensors = [leaf for leaf in tree_leaves(obj) if isinstance(leaf, torch.Tensor)]
+    shards = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    parts = [part for shard in shards for part in list_storage_tensors(shard)]
+    storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+    return sum(storages.values())
+
+
+class MissingWeights(dict[str, Any]):
+    """Weights that are not on this machine: a model takes them as they should be."""
+
+
+def _patch_downloads(observer: Observer) -> None:
+    """Let a script go on without weights that it would download: the model has their shapes."""
+    original_download, original_load = torch.hub.load_state_dict_from_url, torch.nn.Module.load_state_dict
+    missing: list[str] = []
+
+    @functools.wraps(original_download)
+    def load_state_dict_from_url(url: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original_download(url, *args, **kwargs)
+        except OSError:
+            missing.append(url)
+            observer.notes[
+                f"the weights at {url} are not on this machine, and were not loaded ({find_script_line()})"
+            ] = None
+            return MissingWeights()
+
+    @functools.wraps(original_load)
+    def load_state_dict(module: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        # A function that renames the weights leaves an empty dictionary of another type.
+        if isinstance(state_dict, MissingWeights) or (missing and not state_dict):
+            return torch.nn.modules.module._IncompatibleKeys([], [])
+        return original_load(module, state_dict, *args, **kwargs)
+
+    put(torch.hub, "load_state_dict_from_url", load_state_dict_from_url)
+    put(torch.nn.Module, "load_state_dict", load_state_dict)
+    # This check asks GitHub even where the repository is on the disk.
+    put(torch.hub, "_validate_not_a_forked_repo", lambda *_, **__: None)
 
 
 def _drop_memory(fake_mode: Any, leaf: Any) -> Any:

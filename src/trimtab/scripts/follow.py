@@ -6,12 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import EnvironmentFault, JobFailed, error_from_dict
+from trimtab.scripts.apply import list_file_texts
+from trimtab.scripts.cache import load_followed, make_followed_key, store_followed
 from trimtab.scripts.command import format_command
 from trimtab.scripts.interpreters import can_import_trimtab
 from trimtab.scripts.offline import sandbox_environment
@@ -19,29 +23,62 @@ from trimtab.scripts.result import ScriptRequest, ScriptResult
 from trimtab.trace.child_process import parent_variable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from trimtab.errors import TrimtabError
     from trimtab.spec import Device, ScriptCommand
 
 TIMEOUT_S = 900.0
 POLL_S = 0.1
+END_OF_INPUT = b"\x04"
 TAIL_LINES = 12
 PACKAGE_PARENT = Path(__file__).parent.parent.parent
 
 
-def follow_script(
+def follow_script(  # noqa: PLR0913 - a command, where it runs, and how
     command: ScriptCommand,
     device: Device,
     *,
     devices: int | None = None,
     timeout_s: float = TIMEOUT_S,
     say: Callable[[str], None] | None = None,
+    cache: bool = False,
 ) -> ScriptResult:
     """Return what a command did in its first three optimizer steps on a device; raise its error.
 
-    `devices` is how many GPUs its node has; `say` gets the last line that the script printed.
+    `devices` is how many GPUs its node has; `say` gets the last line that the script printed. With `cache`,
+    the result of the same command with the same files, versions and variables is taken from the cache.
     """
+    asked = _make_request(command, device, devices)
+    key = make_followed_key(asked)
+    cached = load_followed(key) if cache else None
+    if cached is not None:
+        return cached
+    result = _follow(asked, timeout_s=timeout_s, say=say)
+    store_followed(key, result)
+    return result
+
+
+def find_followed(
+    command: ScriptCommand, device: Device, *, devices: int | None = None
+) -> ScriptResult | None:
+    """Return the cached result of a command; None if it was not followed with these files."""
+    return load_followed(make_followed_key(_make_request(command, device, devices)))
+
+
+def _make_request(command: ScriptCommand, device: Device, devices: int | None) -> ScriptRequest:
+    return ScriptRequest(
+        command=command,
+        device=device,
+        devices=devices or command.processes,
+        scratch="-",
+        files=list_file_texts(command.changes),
+    )
+
+
+def _follow(asked: ScriptRequest, *, timeout_s: float, say: Callable[[str], None] | None) -> ScriptResult:
+    """Run a command in a child process, and return what it did."""
+    command = asked.command
     problem = can_import_trimtab(command.interpreter)
     if problem:
         raise EnvironmentFault(
@@ -53,20 +90,15 @@ def follow_script(
         scratch = Path(folder)
         request, answer, log = (scratch / name for name in ("request.json", "result.json", "output.txt"))
         (scratch / "files").mkdir()
-        asked = ScriptRequest(
-            command=command,
-            device=device,
-            devices=devices or command.processes,
-            scratch=str(scratch / "files"),
-        )
+        asked = asked.replace(scratch=str(scratch / "files"))
         request.write_text(asked.to_json(), encoding="utf-8")
-        with log.open("wb") as output:
+        with log.open("wb") as output, _open_input() as source:
             process = subprocess.Popen(  # noqa: S603 - the user's own command
                 [
                     *(command.interpreter, *command.interpreter_options),
                     *("-m", "trimtab.scripts.worker", str(request), str(answer)),
                 ],
-                stdin=subprocess.DEVNULL,
+                stdin=source,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=_environment(scratch / "files"),
@@ -79,6 +111,24 @@ def follow_script(
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return _read_result(command, answer, log, process.returncode)
+
+
+@contextlib.contextmanager
+def _open_input() -> Iterator[int]:
+    """Open an input without text: a terminal where the user has one, as some scripts ask for its size."""
+    if not sys.stdin or not sys.stdin.isatty():
+        yield subprocess.DEVNULL
+        return
+    keyboard, terminal = os.openpty()
+    try:
+        size = os.get_terminal_size(sys.stdin.fileno())
+        termios.tcsetwinsize(terminal, (size.lines, size.columns))
+        # A script that asks a question gets the end of the input as an answer.
+        os.write(keyboard, END_OF_INPUT * 8)
+        yield terminal
+    finally:
+        os.close(terminal)
+        os.close(keyboard)
 
 
 def add_output(error: TrimtabError, log: Path) -> TrimtabError:

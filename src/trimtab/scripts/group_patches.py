@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.utils._pytree import tree_map
 
+from trimtab.errors import CannotFollow
 from trimtab.scripts.moved_parameters import apply_to_module
-from trimtab.scripts.observer import Observer, put
+from trimtab.scripts.observer import Observer, find_script_line, put
 from trimtab.strategies import limits
 from trimtab.units import MIB
 
@@ -27,8 +31,9 @@ def patch_groups(observer: Observer, world_size: int) -> None:
 
     original_init, original_group = dist.init_process_group, dist.new_group
 
-    def init_process_group(backend: Any = None, *_: Any, **kwargs: Any) -> None:
-        size = kwargs.get("world_size", -1)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original_init).bind_partial(*args, **kwargs).arguments
+        size = given.get("world_size", -1)
         size = size if isinstance(size, int) and size > 0 else world_size
         observer.learn("gpus", size, "init_process_group")
         original_init("fake", store=FakeStore(), rank=0, world_size=size)
@@ -39,6 +44,8 @@ def patch_groups(observer: Observer, world_size: int) -> None:
     for place in (dist, dist.distributed_c10d):
         put(place, "init_process_group", init_process_group)
         put(place, "new_group", new_group)
+    # A device mesh starts the process group itself if the script has not.
+    put(device_mesh, "init_process_group", init_process_group)
     put(dist, "is_nccl_available", lambda: True)
     put(dist, "get_backend", lambda *_, **__: "nccl")
 
@@ -63,6 +70,7 @@ def patch_groups(observer: Observer, world_size: int) -> None:
 
     put(torch.multiprocessing, "spawn", spawn)
     _patch_sharding(observer)
+    _refuse_remote_calls()
     FollowedDataParallel.observer = observer
     for place in (torch.nn.parallel, torch.nn.parallel.distributed):
         put(place, "DistributedDataParallel", FollowedDataParallel)
@@ -89,6 +97,40 @@ def _patch_sharding(observer: Observer) -> None:
         init(module, *args, **kwargs)
 
     put(fsdp.FullyShardedDataParallel, "__init__", wrap)
+    _patch_tensor_parallel(observer)
+
+
+def _patch_tensor_parallel(observer: Observer) -> None:
+    """Watch tensor parallelism; torch's own code runs."""
+    from torch.distributed.tensor import parallel
+
+    original = parallel.parallelize_module
+
+    @functools.wraps(original)
+    def parallelize_module(module: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
+        size = device_mesh.size() if device_mesh is not None else dist.get_world_size()
+        observer.learn("tensor_parallel", size, "parallelize_module")
+        return original(module, device_mesh, *args, **kwargs)
+
+    put(parallel, "parallelize_module", parallelize_module)
+
+
+def _refuse_remote_calls() -> None:
+    """Refuse torch.distributed.rpc: what the other processes do is not in this one."""
+    try:
+        from torch.distributed import rpc
+    except ImportError:
+        return
+
+    def init_rpc(*_: Any, **__: Any) -> None:
+        raise CannotFollow(
+            f"torch.distributed.rpc ({find_script_line()})",
+            found="it runs functions in other processes, and trimtab follows the process that trains",
+            cure="Give the command of a script that trains with DistributedDataParallel or FSDP, or in one "
+            "process.",
+        )
+
+    put(rpc, "init_rpc", init_rpc)
 
 
 def _patch_moves_to_gpu() -> None:
@@ -141,30 +183,34 @@ class FollowedDataParallel(torch.nn.Module):
 
     observer: Observer
 
-    def __init__(self, module: Any, *_: Any, **kwargs: Any) -> None:
+    def __init__(self, module: Any, device_ids: Any = None, *_: Any, **kwargs: Any) -> None:
         super().__init__()
         self.observer.learn("strategy", "ddp", "DistributedDataParallel")
         self.module = module
+        self.device_ids = device_ids
         self.require_backward_grad_sync = True
         self._views = bool(kwargs.get("gradient_as_bucket_view", False))
+        size = kwargs.get("bucket_cap_mb")
+        self._bucket_bytes = limits.BUCKET_BYTES if size is None else int(size * MIB)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameters that "
                 "require a gradient."
             )
+        self.device = parameters[0].device
         self.__dict__["_buckets"] = list(self._make_buckets(parameters))
 
     def _make_buckets(self, parameters: list[Any]) -> Iterator[Any]:
         """Make the flat tensors that gradients are sent in, in the order of the backward pass."""
         members: list[Any] = []
-        limit, size = FIRST_BUCKET_BYTES, 0
+        limit, size = min(FIRST_BUCKET_BYTES, self._bucket_bytes), 0
         for parameter in reversed(parameters):
             members.append(parameter)
             size += parameter.numel() * parameter.element_size()
             if size >= limit:
                 yield self._make_bucket(members)
-                members, size, limit = [], 0, limits.BUCKET_BYTES
+                members, size, limit = [], 0, self._bucket_bytes
         if members:
             yield self._make_bucket(members)
 
@@ -182,8 +228,13 @@ class FollowedDataParallel(torch.nn.Module):
         return flat
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
+        """Run the model; with a device given, its inputs are moved there first."""
+        if self.device_ids:
+            args, kwargs = tree_map(self._move_input, (args, kwargs))
         return self.module(*args, **kwargs)
+
+    def _move_input(self, value: Any) -> Any:
+        return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ import msgspec
 
 from trimtab.errors import UnknownName, WrongUse, find_nearest
 from trimtab.scripts.command_options import find_value, is_true, list_typed_options
+from trimtab.scripts.config_options import ConfigStyle, find_style, list_unread_configs, read_config_options
 from trimtab.scripts.script_options import (
     OptionForm,
     OptionValue,
@@ -144,6 +145,7 @@ class KnobTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     spellings: dict[str, dict[str, str]]
     knob: tuple[KnobRow, ...]
     family: tuple[KnobFamily, ...]
+    style: tuple[ConfigStyle, ...]
     launcher: tuple[dict[str, str | tuple[str, ...]], ...]
 
     def find(self, name: str) -> KnobRow | None:
@@ -171,13 +173,17 @@ def find_knobs(command: ScriptCommand, sources: Sources | None = None) -> KnobSe
     sources = sources or {}
     table = load_knob_table()
     options = list(read_options(sources, command.arguments))
+    style = find_style(command, sources, table.style)
     families = find_families(sources)
+    if style.family and not families & {"transformers", "trl"}:
+        families |= {style.family}
     options += _family_options(families, command, options)
+    options = read_config_options(command, sources, options, style)
     options += list_typed_options(command, options, lambda name: table.find(name) is not None)
     knobs: list[ScriptKnob] = []
-    notes: list[str] = []
+    notes = list_unread_configs(command, sources)
     for option in options:
-        row = table.find(option.variable) or next(filter(None, map(table.find, option.names)), None)
+        row = _find_row(table, option)
         if row is None or (option.names[0] == "-b" and len(option.names) == 1 and row.field != "batch"):
             continue
         knob = _make_knob(option, row, command, sources, families)
@@ -201,6 +207,21 @@ def find_knobs(command: ScriptCommand, sources: Sources | None = None) -> KnobSe
     )
 
 
+def _find_row(table: KnobTable, option: ScriptOption) -> KnobRow | None:
+    """Return what an option sets; the sections around a key of a config file count too."""
+    if option.file:
+        dotted = option.name.rpartition(":")[2]
+        row = table.find(dotted)
+        sections = set(re.split(r"[._-]", dotted.lower())[:-1])
+        is_weight_dtype = row is not None and row.field == "precision" and sections & _WEIGHT_SECTIONS
+        return None if is_weight_dtype else row
+    return table.find(option.variable) or next(filter(None, map(table.find, option.names)), None)
+
+
+_WEIGHT_SECTIONS = {"model", "tokenizer", "quantization", "bnb", "generation", "encoder", "decoder"}
+"""Sections of a config in which a dtype is that of weights, and not of the training."""
+
+
 def _count_processes(command: ScriptCommand, knobs: list[ScriptKnob]) -> int:
     """Return the processes of a command; Lightning starts them itself, by --trainer.devices."""
     own = {knob.field: knob.current or "" for knob in knobs if not knob.is_launcher}
@@ -218,13 +239,15 @@ def _family_options(
     flags = [word[2:].partition("=")[0] for word in command.arguments if word.startswith("--")]
     typed = {flag.replace("-", "_") for flag in flags}
     added = []
-    for family in load_knob_table().family:
+    # A script that says its framework does not have the options of another one too.
+    for family in sorted(load_knob_table().family, key=lambda family: family.name not in families):
         marks = {name for name in family.options if "per_device" in name or name.startswith("trainer.")}
         if family.name not in families and not (typed & marks and family.is_typed):
             continue
         for name, default in family.options.items():
             if f"--{name}" in known:
                 continue
+            known.add(f"--{name}")
             is_switch = default in ("True", "False", "None")
             value = OptionValue.INTEGER if default.isdigit() else OptionValue.TEXT
             if is_switch:
@@ -261,6 +284,9 @@ def _make_knob(
             return None
         option, words = found
         current = "true" if current is not None and is_true(current) else current
+        if option.file and current == "auto":
+            # The framework decides: a run shows what it takes.
+            current = None
         if option.value in SWITCHES and current is not None:
             current = str(is_true(current)).lower()
     return ScriptKnob(
@@ -300,6 +326,7 @@ def _find_words(
     if option.default in ("0", "1", "true", "false", "True", "False") or (current or "").lower() in (
         *_OFF,
         *_FULL,
+        *(("auto",) if option.file else ()),
     ):
         # It takes a number or a text that stands for a truth value.
         return option.replace(value=OptionValue.BOOLEAN), dict(row.words)
@@ -508,18 +535,36 @@ def select_knobs(knobs: KnobSet, command: ScriptCommand, texts: Iterable[str]) -
 
 
 def _matches(knob: ScriptKnob, text: str) -> bool:
-    return text.partition("=")[0] in (*knob.option.names, knob.option.variable)
+    return is_named(knob.option, text.partition("=")[0])
+
+
+def is_named(option: ScriptOption, name: str) -> bool:
+    """Return whether a name that --vary gives is that of an option: --flag, a key, or FILE:key."""
+    if name in option.names or name == option.variable:
+        return True
+    dotted = ".".join(map(str, option.key))
+    return bool(option.file) and name in (dotted, f"{option.file}:{dotted}")
 
 
 def _find_named(knobs: KnobSet, command: ScriptCommand, name: str, values: tuple[str, ...]) -> ScriptKnob:
     """Return the knob that --vary names; a new one for an option whose meaning is not known."""
     for knob in knobs.knobs:
-        if name in knob.option.names or name == knob.option.variable:
+        if is_named(knob.option, name):
             return knob
-    option = next((option for option in knobs.options if name in (*option.names, option.variable)), None)
+    options = [option for option in knobs.options if is_named(option, name)]
+    exact = [option for option in options if name != option.variable or name in option.names]
+    if len(options) > 1 and not exact and all(option.file for option in options):
+        raise WrongUse(
+            f"--vary {name}",
+            found=f"{len(options)} keys have this name: "
+            + ", ".join(f"{option.file}:{'.'.join(map(str, option.key))}" for option in options[:4]),
+            cure="Give the whole key.",
+        )
+    option = next(iter(exact or options), None)
     option = option or next(iter(list_typed_options(command, (), lambda typed: typed == name)), None)
     if option is None:
         names = [known for option in knobs.options for known in option.names]
+        names += [".".join(map(str, option.key)) for option in knobs.options if option.file]
         if names or not name:
             close = find_nearest(name, names, count=3)
             nearest = f"; the nearest are {', '.join(close)}" if close else ""

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 MOVED = "_trimtab_moved"
 """Attribute of a parameter that was moved to another device: the parameter there."""
+LAZY_DEVICE = "_trimtab_device"
+"""Attribute of a parameter without a shape: the device that it was moved to."""
 
 
 def apply_to_module(module: Any, change: Callable[[Any], Any], recurse: bool = True) -> Any:
@@ -24,28 +27,40 @@ def apply_to_module(module: Any, change: Callable[[Any], Any], recurse: bool = T
         for child in module.children():
             child._apply(change)
     for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        current = follow_moves(parameter)
-        with torch.no_grad():
-            changed = change(current)
-        if changed is current:
-            module._parameters[name] = current
-        elif changed.device == current.device and isinstance(changed, FakeTensor):
-            current.data = changed
-            module._parameters[name] = current
-        else:
-            moved = torch.nn.Parameter(changed, current.requires_grad)
-            moved.__dict__.update({key: value for key, value in current.__dict__.items() if key[0] != "_"})
-            setattr(current, MOVED, moved)
-            module._parameters[name] = moved
-        if parameter.grad is not None and module._parameters[name].grad is None:
-            with torch.no_grad():
-                module._parameters[name].grad = change(parameter.grad)
+        if parameter is not None and not _move_lazily(parameter, change):
+            module._parameters[name] = _move_parameter(parameter, change)
     for name, buffer in module._buffers.items():
-        if buffer is not None:
+        if buffer is not None and not _move_lazily(buffer, change):
             module._buffers[name] = change(buffer)
     return module
+
+
+def _move_parameter(parameter: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the parameter that a parameter becomes, with its gradient."""
+    current = follow_moves(parameter)
+    with torch.no_grad():
+        changed = change(current)
+    if changed is current:
+        moved = current
+    elif changed.device == current.device and isinstance(changed, FakeTensor):
+        current.data = changed
+        moved = current
+    else:
+        moved = torch.nn.Parameter(changed, current.requires_grad)
+        moved.__dict__.update({key: value for key, value in current.__dict__.items() if key[0] != "_"})
+        setattr(current, MOVED, moved)
+    if parameter.grad is not None and moved.grad is None:
+        with torch.no_grad():
+            moved.grad = change(parameter.grad)
+    return moved
+
+
+def _move_lazily(tensor: Any, change: Callable[[Any], Any]) -> bool:
+    """Note where a tensor without a shape is moved to; return whether it is one."""
+    if is_lazy(tensor):
+        setattr(tensor, LAZY_DEVICE, change(torch.empty(0)).device)
+        return True
+    return False
 
 
 def follow_moves(tensor: Any) -> Any:

@@ -11,12 +11,15 @@ import functools
 import sys
 import threading
 import time
+import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.spec import PARTS, ScriptFact, Trace
@@ -35,6 +38,10 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
+WAIT_STEPS, WAIT_S = 12, 30.0
+"""Further steps, and the time for them, that may pass until every optimizer has stepped."""
+EMPTY_LOADERS = 8
+"""Times that a script may begin to load data after its third step, for further epochs without batches."""
 OWN_FOLDER = str(Path(__file__).parent.parent)
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
@@ -164,6 +171,8 @@ class Observer:
     """Backward passes."""
     fetched: dict[int, int] = field(default_factory=dict)
     """Batches that loaders gave during training, by their number of samples."""
+    training_loader: Any = None
+    """The first loader that gave batches for training."""
     loader_s: float = 0.0
     loader_batches: int = 0
     last_loader: Any = None
@@ -181,6 +190,7 @@ class Observer:
     _forward_begin: int = 0
     _forward_end: int = 0
     _over_at: float = 0.0
+    _empty_loaders: int = 0
     _extra_steps: int = 0
     _trained: list[Any] = field(default_factory=list)
     """Parameters that had a gradient in the third step; empty before."""
@@ -194,15 +204,22 @@ class Observer:
     """The script's line of the first training call."""
     compiled_graphs: int = 0
     """Graphs that torch's compiler compiled for the script."""
+    saved_sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes that a file written with torch.save would have, by its path."""
+    made_optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Optimizers of torch.optim that the script has made, and still has."""
+    _step_counts: dict[int, int] = field(default_factory=dict)
+    _waited: int = 0
+    _waits_until: float = 0.0
     decoding: Any = None
     """Shortens the generation of texts: the Decoding of generation_patches."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
 
-    def learn(self, name: str, value: Any, how: str = "") -> None:
+    def learn(self, name: str, value: Any, how: str = "", line: str | None = None) -> None:
         """Record a fact, how it was seen and at which line; what is seen first stays."""
         if name not in self.facts:
-            where = ", ".join(filter(None, (how, find_script_line())))
+            where = ", ".join(filter(None, (how, find_script_line() if line is None else line)))
             self.facts[name] = ScriptFact(name=name, value=str(value), where=where)
 
     # Modules
@@ -336,8 +353,11 @@ class Observer:
         shaped = [tensor for tensor in tensors if tensor.dim() > 0]
         if not shaped:
             return
-        first = next((tensor for tensor in shaped if not tensor.is_floating_point()), shaped[0])
-        size = first.shape[0]
+        # Indices show the length as well; other indices, such as the edges of a graph, have no samples.
+        indices = (tensor for tensor in shaped if not tensor.is_floating_point())
+        first = next((tensor for tensor in indices if tensor.shape[0] == shaped[0].shape[0]), shaped[0])
+        # A vector of numbers is one sample without a batch dimension.
+        size = 1 if first.dim() == 1 and first.is_floating_point() else first.shape[0]
         self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
         # Samples x positions, or samples x choices x positions; labels may come first, and have one side.
         sides = (2,) if any(tensor.is_floating_point() for tensor in shaped) else (2, 3)
@@ -347,6 +367,11 @@ class Observer:
             self.lengths[length] = self.lengths.get(length, 0) + 1
         self._described = module
         self.note_precision()
+
+    def uses_gpu(self) -> bool:
+        """Return whether the training steps did anything on the GPU."""
+        marks = self.recorder.marks
+        return "step0" in marks and len(self.recorder.order) > marks["step0"]
 
     # Steps
 
@@ -385,10 +410,26 @@ class Observer:
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
+            self._step_counts[id(optimizer)] = self._step_counts.get(id(optimizer), 0) + 1
             if id(optimizer) not in self.optimizers:
                 self.optimizers[id(optimizer)] = optimizer
                 self.learn("optimizer", describe_optimizer(optimizer))
             self._label_optimizer(optimizer)
+
+    def note_optimizers(self) -> None:
+        """Note every optimizer that stepped, if there are several."""
+        kinds = Counter(
+            (type(optimizer).__name__, self._step_counts[number])
+            for number, optimizer in self.optimizers.items()
+        )
+        rates = {steps for _, steps in kinds}
+        texts = [
+            f"{count} x " * (count > 1) + name + f" {steps}x" * (len(rates) > 1)
+            for (name, steps), count in kinds.items()
+        ]
+        if len(self.optimizers) > 1:
+            how = "all that stepped" + ", and how often" * (len(rates) > 1)
+            self.learn("optimizers", ", ".join(texts), how, "")
 
     def end_step(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; None if the script changes its parameters without one."""
@@ -405,6 +446,8 @@ class Observer:
                 self.finish()
             return
         self._close_step()
+        if self._waits_for_optimizers():
+            return
         self.steps += 1
         recorder = self.recorder
         # Compiled code may still be compiled again and tuned in the second step.
@@ -421,6 +464,30 @@ class Observer:
             self.open_window("")
         elif self.windows[-1].name in (FIRST, STEADY, ""):
             self.open_window(STEADY)
+
+    def _waits_for_optimizers(self) -> bool:
+        """Return whether to see more of this step: another optimizer, which steps less often, is still due.
+
+        The second step needs the states of every optimizer, the third their second step.
+        """
+        due = [
+            optimizer
+            for optimizer in self.made_optimizers
+            if self.steps and self._step_counts.get(id(optimizer), 0) < self.steps
+        ]
+        if not due:
+            return False
+        self._waits_until = self._waits_until or time.monotonic() + WAIT_S
+        self._waited += 1
+        if self._waited <= WAIT_STEPS and time.monotonic() < self._waits_until:
+            return True
+        kinds = ", ".join(sorted({describe_optimizer(optimizer) for optimizer in due}))
+        fewest = min(self._step_counts.get(id(optimizer), 0) for optimizer in due)
+        self.notes[
+            f"of the script's optimizers, {kinds} stepped {fewest} times while the first one stepped "
+            f"{self._step_counts[self._first]} times: what its step needs may be missing here"
+        ] = None
+        return False
 
     def _list_trained(self) -> list[Any]:
         parameters = (parameter for module in self.roots.values() for parameter in module.parameters())
@@ -474,6 +541,12 @@ class Observer:
     def check_time(self) -> None:
         """End the script if it goes on for long after its third step."""
         if self.is_over and time.monotonic() - self._over_at > AFTER_S:
+            self.finish()
+
+    def note_ended_loader(self, *, is_empty: bool) -> None:
+        """End the script if it begins to load again and again after its third step."""
+        self._empty_loaders += is_empty
+        if self._empty_loaders > EMPTY_LOADERS:
             self.finish()
 
     def label_weights(self) -> None:
@@ -581,7 +654,7 @@ def describe_precision(module: Any) -> tuple[str, str]:
     """Return the precision that a training call runs in, and what shows it."""
     dtypes: dict[torch.dtype, int] = {}
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if not is_lazy(parameter) and parameter.is_floating_point():
             dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + parameter.numel()
     weights = max(dtypes, key=lambda dtype: dtypes[dtype], default=torch.float32)
     if torch.is_autocast_enabled("cuda"):

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 REAL_NAMES = (
@@ -46,6 +46,15 @@ def is_below(path: str, folder: str) -> bool:
     (True, False)
     """
     return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def put_files(texts: Mapping[str, str], scratch: Path) -> None:
+    """Put texts where an overlay of this scratch folder finds them in place of the user's files."""
+    for path, text in texts.items():
+        place = join(os.path.realpath(scratch), "files") + os.path.realpath(path)
+        os.makedirs(dirname(place), exist_ok=True)
+        with open(place, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
 
 
 def make_error(number: int, *paths: str) -> OSError:

@@ -6,15 +6,17 @@ pretended GPU.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.cache import fingerprint
-from trimtab.errors import WrongUse
+from trimtab.errors import TrimtabError, WrongUse
 from trimtab.planner.explanations import compute_cost
 from trimtab.planner.plan_files import FILE_PREFIX, describe_places, read_versions
 from trimtab.planner.search import memory_limit
 from trimtab.planner.space import list_layouts
+from trimtab.scripts.apply import edit_text
 from trimtab.scripts.command import format_command, set_processes
 from trimtab.scripts.knob_values import observe, read_split, write_setting, write_values
 from trimtab.scripts.plan_reasons import (
@@ -109,7 +111,7 @@ def plan_script(  # noqa: PLR0913 - what a plan depends on
         recommendation=write_recommendation(search, best),
         fingerprints={
             "cluster": describe_places(layout.places),
-            **{f"{FILE_PREFIX}{name}": fingerprint(text) for name, text in (sources or {}).items()},
+            **_fingerprint_files(sources or {}, applied),
             **read_versions(),
         },
         complete=search.complete,
@@ -123,7 +125,7 @@ def plan_script(  # noqa: PLR0913 - what a plan depends on
             writes=report.writes,
             notes=tuple(
                 note
-                for note in dict.fromkeys((*knobs.notes, *notes, *report.notes))
+                for note in dict.fromkeys((*knobs.notes, *notes, *report.notes, *_describe_cached(search)))
                 if note not in estimate.assumptions
             ),
             edits=applied.changes,
@@ -131,6 +133,29 @@ def plan_script(  # noqa: PLR0913 - what a plan depends on
         ),
         phases=best.run.phases,
     )
+
+
+def _describe_cached(search: ScriptSearch) -> list[str]:
+    """Return a note if runs of the search came from the cache."""
+    runs = [attempt.run for attempt in search.attempts if attempt.run is not None]
+    cached = sum(run.script.is_cached for run in runs)
+    if not cached:
+        return []
+    return [f"{cached} of {len(runs)} runs came from the cache; --no-cache follows the script again"]
+
+
+def _fingerprint_files(sources: Mapping[str, str], applied: ScriptCommand) -> dict[str, str]:
+    """Return the fingerprint of each source; a config file that the plan changes has a second one."""
+    changed = {change.file for change in applied.changes if change.file}
+    prints = {}
+    for name, text in sources.items():
+        after = []
+        if name in changed:
+            # A file that cannot be edited is not, and then has no second form.
+            with contextlib.suppress(TrimtabError):
+                after = [edit_text(text, name, applied.changes)]
+        prints[f"{FILE_PREFIX}{name}"] = " ".join(map(fingerprint, (text, *after)))
+    return prints
 
 
 def _apply_in_files(search: ScriptSearch, best: ScriptAttempt) -> ScriptCommand:

@@ -208,16 +208,19 @@ def write_recommendation(search: ScriptSearch, best: ScriptAttempt) -> str:
     memory = f"{format_bytes(best.need_bytes)} of {format_bytes(best.limit_bytes)} that may be used"
     if not best.changes:
         return f"Keep the command as it is: {memory}, and nothing else that was tried is faster."
+    what = "Type the command above"
+    if any(change.form == "config" for change in best.command.changes):
+        what = "Change the config as above, and start the command"
     if not first.fits and not first.changes:
-        return f"Type the command above: {memory}. As given it does not fit ({_format_need(first)})."
+        return f"{what}: {memory}. As given it does not fit ({_format_need(first)})."
     if not first.sample_s or not best.sample_s:
-        return f"Type the command above: {memory}."
+        return f"{what}: {memory}."
     step = format_step(best.sample_s * best.setting.global_batch)
     if first.changes:
         # The command as given has another number of processes, and was not run.
-        return f"Type the command above: {step} a step, {memory}."
+        return f"{what}: {step} a step, {memory}."
     gain = first.sample_s / best.sample_s
-    return f"Type the command above: {gain:.2f} times as fast as given, {step} a step, {memory}."
+    return f"{what}: {gain:.2f} times as fast as given, {step} a step, {memory}."
 
 
 def make_nothing_fits(search: ScriptSearch, layout: Layout) -> NothingFits:

@@ -28,6 +28,7 @@ from trimtab.scripts.repeated_ops import (
 from trimtab.spec import Work
 from trimtab.spec.trace import SHARDED, WRAPPED
 from trimtab.trace.data_dependent import REAL_ATTRIBUTE
+from trimtab.trace.fake_ops import make_sparse
 from trimtab.trace.recorder import (
     DEVICE,
     META,
@@ -79,11 +80,11 @@ class ScriptRecorder(Recorder):
             if kwargs.get("pin_memory"):
                 kwargs = kwargs | {"pin_memory": False}
             return func(*args, **kwargs)
-        if is_fake and func is TO_COPY and device is not None and torch.device(device).type == "cpu":
-            if args[0].fake_device.type == "cuda":
-                return self._copy_to_host(args[0], kwargs.get("dtype"))
-        elif func is COPY and type(args[0]) is torch.Tensor:
-            return self._copy_into_host(args[0], args[1])
+        copy = self._find_copy(func, args, device, is_fake=is_fake)
+        if copy is not None:
+            return copy(*args, **kwargs)
+        if is_fake and not _uses_gpu(args, list(kwargs.values())):
+            return self._run_on_cpu(func, types, args, kwargs)
         if is_fake and len(types) == 1 and not self.paused:
             return self._run_kept(func, types, args, kwargs)
         return self._run_fake(func, types, args, kwargs)
@@ -108,6 +109,30 @@ class ScriptRecorder(Recorder):
         if func is TO_COPY and type(given[0]) is torch.Tensor:
             self._keep_values(given[0], out)
         return out
+
+    def _find_copy(self, func: Any, args: tuple[Any, ...], device: Any, *, is_fake: bool) -> Any:
+        """Return what copies between the CPU and the GPU, if this is a copy that needs more than torch's."""
+        if func is COPY and type(args[0]) is torch.Tensor:
+            return self._copy_into_host
+        if func is not TO_COPY:
+            return None
+        if not is_fake:
+            return None if args[0].layout is torch.strided else self._copy_sparse_to_gpu
+        to_host = device is not None and torch.device(device).type == "cpu"
+        return self._copy_to_host if to_host and args[0].fake_device.type == "cuda" else None
+
+    def _run_on_cpu(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on parameters that are on the CPU: nothing of it is recorded."""
+        before, self.records_work = self.records_work, False
+        try:
+            return self._run_fake(func, types, args, kwargs)
+        finally:
+            self.records_work = before
+
+    def record_op(self, name: str, args: tuple[Any, ...], out: Any, **known: Any) -> None:
+        """Record the allocations of an operation on the GPU."""
+        if _uses_gpu(args, out):
+            super().record_op(name, args, out, **known)
 
     def _run_kept(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer an operation on fake tensors from an earlier one with the same inputs, if there was one."""
@@ -169,13 +194,27 @@ class ScriptRecorder(Recorder):
         self._keep_values(value, fake)
         return fake
 
-    def _copy_to_host(self, tensor: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    def _copy_sparse_to_gpu(
+        self, tensor: torch.Tensor, *, device: Any, dtype: torch.dtype | None = None, **_: Any
+    ) -> Any:
+        """Copy the positions and values of a sparse tensor; all layouts become coordinates."""
+        with _disable_current_modes():
+            entries = tensor.to_sparse_coo()
+            positions, values = entries._indices(), entries._values().to(dtype or tensor.dtype)
+            in_order = entries.is_coalesced()
+        positions, values = (
+            self.__torch_dispatch__(TO_COPY, (), (part,), {"device": device}) for part in (positions, values)
+        )
+        with self.fake_mode:
+            return make_sparse(positions, values, tensor.shape, in_order=in_order)
+
+    def _copy_to_host(self, tensor: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
         """Return an ordinary tensor with the values of one on the GPU, as far as they are known."""
         if self.records_work:
             self.add_work(WAIT)
         return make_real(tensor, dtype)
 
-    def _copy_into_host(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def _copy_into_host(self, target: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         with _disable_current_modes():
             return target.copy_(make_real(source, None) if isinstance(source, FakeTensor) else source)
 
@@ -185,6 +224,20 @@ class ScriptRecorder(Recorder):
         if isinstance(out, FakeTensor) and real.numel() <= KNOWN_NUMBERS and not real.is_floating_point():
             with _disable_current_modes():
                 setattr(out, REAL_ATTRIBUTE, real.detach().to(out.dtype).clone())
+
+
+def _uses_gpu(*values: Any) -> bool:
+    """Return whether one of the inputs or outputs of an operation is on the GPU."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            if value.fake_device.type == "cuda":
+                return True
+        elif isinstance(value, list | tuple):
+            if _uses_gpu(*value):
+                return True
+        elif isinstance(value, torch.device) and value.type == "cuda":
+            return True
+    return False
 
 
 def _is_plain(kind: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from trimtab.scripts.inputs import ScriptInput
+from trimtab.scripts.longest import LongestSample
 from trimtab.spec import Device, Noun, ScriptCommand, ScriptFact, Trace
 
 
@@ -14,6 +16,8 @@ class ScriptRequest(Noun, frozen=True, kw_only=True):
     """GPUs that the script sees on its node."""
     scratch: str
     """Folder that takes whatever the script writes."""
+    files: dict[str, str] = {}
+    """Texts of config files that the script finds in place of the user's, by absolute path."""
 
 
 class ScriptResult(Noun, frozen=True, kw_only=True):
@@ -40,8 +44,13 @@ class ScriptResult(Noun, frozen=True, kw_only=True):
     """Training calls of the model by the first side of their input: the side, and how many."""
     lengths: tuple[tuple[int, int], ...] = ()
     """The same by the second side of an input of indices: the length of sequences."""
+    longest: LongestSample | None = None
+    """The longest sequence that the data set can give; None if it does not say."""
     loader_s: float | None = None
     """Mean seconds of the CPU for one batch of the script's loaders; None if it has none."""
     writes: tuple[str, ...] = ()
     """Files that the script would have written, with their sizes."""
     notes: tuple[str, ...] = ()
+    inputs: tuple[ScriptInput, ...] | None = None
+    """Files that the script read; None if there are too many to cache the result."""
+    is_cached: bool = False

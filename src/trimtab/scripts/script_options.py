@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from pathlib import PurePath
 from typing import Any
 
 from trimtab.spec.base import Noun
@@ -87,6 +88,7 @@ class ScriptOption(Noun, frozen=True, kw_only=True):
 TRANSFORMERS_CLASSES = r"(?:Seq2Seq)?TrainingArguments"
 TRL_CLASSES = r"(?:SFT|DPO|KTO|ORPO|CPO|GRPO|PPO|RLOO|Reward|GKD|BCO)Config"
 """Classes that hold per_device_train_batch_size and the like."""
+_CONFIGS = (".yaml", ".yml", ".json", ".toml")
 _DATACLASS_PARSERS = {"HfArgumentParser", "TrlParser", "add_arguments", "cli", "parse"}
 _ENVIRONMENT = {"environ.get", "getenv", "environ.setdefault"}
 
@@ -100,7 +102,7 @@ def read_options(sources: Sources, config_files: Sequence[str] = ()) -> tuple[Sc
     >>> [(option.names, option.default) for option in read_options({"train.py": text})]
     [(('-b',), '8')]
     """
-    files = [ScriptFile(path, text) for path, text in sources.items() if not path.endswith((".yaml", ".yml"))]
+    files = [ScriptFile(path, text) for path, text in sources.items() if not path.endswith(_CONFIGS)]
     options: dict[tuple[str, ...], ScriptOption] = {}
     for file in files:
         readers: list[Callable[[ScriptFile], Iterator[ScriptOption]]] = [
@@ -117,11 +119,19 @@ def read_options(sources: Sources, config_files: Sequence[str] = ()) -> tuple[Sc
     for option in (*_read_dataclasses(files), *_read_cfg_nodes(files), *_read_hydra(files, sources)):
         options.setdefault(option.names, option)
     changed = {name: value for file in files for name, value in _read_set_defaults(file)}
+    in_files: dict[str, dict[str, Any]] = {}
     if files and "configurator.py" in files[0].text:
         for path in config_files:
-            changed |= read_config_globals(sources.get(path, ""))
+            if path.endswith(".py") and path in sources:
+                values = ScriptFile(path, sources[path]).constants
+                changed |= {name: str(value) for name, value in values.items()}
+                in_files |= {
+                    name: {"file": path, "key": (name,), "in_file": value} for name, value in values.items()
+                }
     return tuple(
-        option.replace(default=changed[option.variable]) if option.variable in changed else option
+        option.replace(default=changed[option.variable], **in_files.get(option.variable, {}))
+        if option.variable in changed
+        else option
         for option in options.values()
     )
 
@@ -202,7 +212,7 @@ class ScriptFile:
         self.path = path
         self.text = text
         try:
-            self.tree = ast.parse(text)
+            self.tree = ast.parse("" if path.endswith(_CONFIGS) else text)
         except (SyntaxError, ValueError, RecursionError):
             self.tree = ast.Module(body=[], type_ignores=[])
         self.constants: dict[str, Any] = {}
@@ -543,11 +553,6 @@ def _read_globals(file: ScriptFile) -> Iterator[ScriptOption]:
             )
 
 
-def read_config_globals(text: str) -> dict[str, str]:
-    """Return the constants of a Python config such as nanoGPT's config/train_gpt2.py, by name."""
-    return {name: str(value) for name, value in ScriptFile("", text).constants.items()}
-
-
 def _comment_of(file: ScriptFile, line: int) -> str:
     return file.text.splitlines()[line - 1].partition("#")[2].strip()
 
@@ -606,35 +611,57 @@ def _read_cfg_nodes(files: list[ScriptFile]) -> Iterator[ScriptOption]:
 
 
 def _read_hydra(files: list[ScriptFile], sources: Sources) -> Iterator[ScriptOption]:
-    """Yield the keys of a Hydra config, as name=value overrides them."""
-    if not any("@hydra.main" in file.text or "OmegaConf.from_cli" in file.text for file in files):
+    """Yield the keys of a Hydra config and of the groups that it chooses, as name=value overrides them."""
+    if not any("@hydra.main" in file.text for file in files):
         return
     import yaml
 
-    for path, text in sources.items():
-        if not path.endswith((".yaml", ".yml")):
-            continue
+    configs = [path for path in sources if path.endswith((".yaml", ".yml"))]
+    # The main config is in the outermost folder.
+    root = min(
+        (PurePath(path).parent for path in configs), key=lambda path: len(path.parts), default=PurePath()
+    )
+    for path in configs:
         try:
-            content = yaml.safe_load(text)
+            content = yaml.safe_load(sources[path])
         except yaml.YAMLError:
             continue
+        section = find_hydra_section(path, sources[path], root)
         for key, value in _flat_keys(content):
-            if isinstance(value, bool | int | float | str):
-                yield ScriptOption(
-                    names=(key,),
-                    form=OptionForm.KEY,
-                    value=_value_of_type("", value),
-                    default=str(value),
-                    where=path,
-                    variable=key.rpartition(".")[2],
-                )
+            if not isinstance(value, bool | int | float | str) or "${" in str(value):
+                continue
+            name = ".".join((*section, *key))
+            yield ScriptOption(
+                names=(name,),
+                form=OptionForm.KEY,
+                value=_value_of_type("", value),
+                default=str(value),
+                where=path,
+                variable=key[-1],
+                file=path,
+                key=key,
+                in_file=value,
+            )
 
 
-def _flat_keys(content: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+def find_hydra_section(path: str, text: str, root: PurePath) -> tuple[str, ...]:
+    """Return where the keys of a Hydra config go: by its folder, or by its @package line.
+
+    >>> find_hydra_section("conf/model/small.yaml", "width: 8", PurePath("conf"))
+    ('model',)
+    """
+    package = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+    if package is not None and package[1] != "_group_":
+        return () if package[1] == "_global_" else tuple(package[1].split("."))
+    folder = PurePath(path).parent
+    return folder.relative_to(root).parts if folder.is_relative_to(root) else ()
+
+
+def _flat_keys(content: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(content, dict):
         for key, value in content.items():
             if key != "defaults":
-                yield from _flat_keys(value, f"{above}.{key}" if above else str(key))
+                yield from _flat_keys(value, (*above, str(key)))
     elif above:
         yield above, content
 

@@ -36,6 +36,19 @@ RECOMPUTE_COST = 1.25
 """Recomputing all blocks takes about this much more computation: 4 passes of the model instead of 3."""
 
 
+LONGEST = "longest batch"
+"""The phase of a step with the longest batch that the data set can give."""
+
+
+def need_with_longest(estimate: Estimate, phases: Sequence[PhasePeak]) -> int:
+    """Return the free memory that a script needs, with the longest batch of its data set."""
+    longest = next((phase for phase in phases if phase.name == LONGEST), None)
+    if longest is None:
+        return estimate.need_bytes
+    process = estimate.process_bytes - estimate.reserved_bytes + longest.reserved_bytes
+    return max(estimate.need_bytes, estimate.with_band(process))
+
+
 class ScriptRun(Protocol):
     """What a run of a command on the pretended GPU showed."""
 
@@ -76,8 +89,8 @@ class ScriptAttempt:
 
     @property
     def need_bytes(self) -> int:
-        """Memory that it needs; 0 if it failed."""
-        return 0 if self.run is None else self.run.estimate.need_bytes
+        """Memory that it needs, with the longest batch; 0 if it failed."""
+        return 0 if self.run is None else need_with_longest(self.run.estimate, self.run.phases)
 
     @property
     def fits(self) -> bool:
@@ -338,7 +351,9 @@ class ScriptSearch:
                     cure="Give fewer values with --vary.",
                 )
             self.say(f"run {len(self.attempts) + 1}: {', '.join(changes) or 'the command as it is'}")
-            outcome["run"] = self.run_script(command, self.cluster)
+            run = self.run_script(command, self.cluster)
+            self._refuse_no_effect(setting, run, changes)
+            outcome["run"] = run
         except TrimtabError as error:
             outcome["error"] = error
         return ScriptAttempt(
@@ -349,6 +364,20 @@ class ScriptSearch:
             limit_bytes=self.limit_bytes,
             **outcome,
         )
+
+    def _refuse_no_effect(self, setting: Setting, run: ScriptRun, changes: tuple[str, ...]) -> None:
+        """Raise if the script did the same as without the change of the batch: it reads it from elsewhere."""
+        first = self.attempts[0].run if self.attempts else None
+        if first is None or setting.micro_batch == self.attempts[0].setting.micro_batch:
+            return
+        seen, before = run.setting, first.setting
+        is_same = (seen.micro_batch, seen.accumulation) == (before.micro_batch, before.accumulation)
+        if is_same and run.estimate.allocated_bytes == first.estimate.allocated_bytes:
+            raise WrongUse(
+                ", ".join(changes),
+                found=f"it changes nothing: the model still gets {seen.micro_batch} samples",
+                cure="Name the option that sets the batch size with --vary.",
+            )
 
 
 def describe_attempt(attempt: ScriptAttempt) -> str:

@@ -1,4 +1,4 @@
-"""Find the files of a training script: its own, the local modules that it imports, and its Hydra config."""
+"""Find the files of a training script: its own, the local modules that it imports, and its config files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.scripts.config_options import MOST_BYTES as MOST_CONFIG_BYTES
+from trimtab.scripts.config_options import list_default_configs, list_named_configs
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from trimtab.spec.script import ScriptCommand
 
 MOST_FILES = 60
 MOST_BYTES = 2_000_000
+MOST_GROUPS = 6
+"""Levels of Hydra groups that choose others."""
 _HYDRA = re.compile(r"@hydra\.main\(([^)]*)\)", re.DOTALL)
 
 
@@ -25,9 +30,10 @@ def read_sources(command: ScriptCommand, folder: Path | None = None) -> dict[str
     """
     folder = folder or Path.cwd()
     script = find_script(command, folder)
-    if script is None:
-        return {}
     sources: dict[str, str] = {}
+    if script is None:
+        _add_configs(sources, list_named_configs(command.arguments), [folder])
+        return sources
     named = [Path(folder, word) for word in command.arguments if word.endswith(".py")]
     waiting = [script, *named]
     while waiting and len(sources) < MOST_FILES:
@@ -40,8 +46,27 @@ def read_sources(command: ScriptCommand, folder: Path | None = None) -> dict[str
         sources[name] = text
         if file.suffix == ".py":
             waiting += _list_imports(text, file, [file.parent, script.parent, folder])
-            waiting += _list_configs(text, file)
+            waiting += list_hydra_files(text, file, command.arguments)
+    named_configs = list_named_configs(command.arguments)
+    _add_configs(sources, named_configs, [folder])
+    if not any(name in sources for name in named_configs):
+        _add_configs(sources, list_default_configs(next(iter(sources.values()), "")), [folder, script.parent])
     return sources
+
+
+def _add_configs(sources: dict[str, str], names: Sequence[str], folders: Sequence[Path]) -> None:
+    """Add the config files that are there; they keep the names that the command or the script gives them."""
+    for name in names:
+        for folder in folders:
+            file = Path(folder, name)
+            if not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES:
+                continue
+            text = _read_text(file)
+            # Seen from the folder in which the command runs.
+            shown = name if folder == folders[0] else _show_path(file, folders[0])
+            if text is not None and shown not in sources:
+                sources[shown] = text
+            break
 
 
 def find_script(command: ScriptCommand, folder: Path) -> Path | None:
@@ -99,10 +124,45 @@ def _list_imports(text: str, file: Path, folders: list[Path]) -> Iterator[Path]:
                 yield found
 
 
-def _list_configs(text: str, file: Path) -> Iterator[Path]:
-    """Yield the config that @hydra.main names."""
-    for arguments in _HYDRA.findall(text):
-        named = dict(re.findall(r"(config_path|config_name)\s*=\s*[\"']([^\"']*)[\"']", arguments))
-        name = named.get("config_name", "config")
-        config = Path(file.parent, named.get("config_path", "."), name)
-        yield config if config.suffix in (".yaml", ".yml") else config.with_name(f"{config.name}.yaml")
+def list_hydra_files(text: str, file: Path, arguments: Sequence[str]) -> list[Path]:
+    """Return the config that @hydra.main names and the groups that it chooses, those that win first."""
+    files: list[Path] = []
+    options = dict(re.findall(r"(?<!\S)(--config-name|-cn|--config-path|-cp)[= ](\S+)", " ".join(arguments)))
+    chosen = dict(word.lstrip("+").split("=", 1) for word in arguments if "=" in word and word[:1] != "-")
+    for inner in _HYDRA.findall(text):
+        named = dict(re.findall(r"(config_path|config_name)\s*=\s*[\"']([^\"']*)[\"']", inner))
+        name = options.get("--config-name") or options.get("-cn") or named.get("config_name") or "config"
+        place = options.get("--config-path") or options.get("-cp") or named.get("config_path") or "."
+        files += _compose(Path(file.parent, place), name, chosen)
+    return files
+
+
+def _compose(root: Path, name: str, chosen: Mapping[str, str], depth: int = 0) -> list[Path]:
+    """Return a config of a Hydra folder and those of its defaults list."""
+    file = root / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    text = _read_text(file)
+    if text is None or depth > MOST_GROUPS:
+        return []
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return [file]
+    defaults = content.get("defaults") if isinstance(content, dict) else None
+    groups: list[Path] = []
+    wanted = dict(chosen) if depth == 0 else {}
+    for item in defaults if isinstance(defaults, list) else []:
+        pairs = item.items() if isinstance(item, dict) else [("", item)]
+        for group, value in pairs:
+            group_name = re.sub(r"^(?:override|optional)\s+|@.*$", "", str(group)).strip()
+            choice = wanted.pop(group_name, value) if group_name else value
+            inner = f"{group_name}/{choice}" if group_name else str(choice)
+            if str(choice) not in ("_self_", "None", "null"):
+                groups += _compose(root, inner, chosen, depth + 1)
+    for group, choice in wanted.items():
+        if (root / group).is_dir():
+            # An override such as +experiment=large adds a group, and its keys win.
+            groups = [*_compose(root, f"{group}/{choice}", chosen, depth + 1), *groups]
+    is_first = isinstance(defaults, list) and defaults[:1] == ["_self_"] and len(defaults) > 1
+    return [*groups, file] if is_first else [file, *groups]

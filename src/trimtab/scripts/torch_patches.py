@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.errors import CannotFollow
 from trimtab.scripts.compile_patches import patch_compile
+from trimtab.scripts.cuda_patches import act_as_worker, copy_for_worker, patch_cuda_tools
 from trimtab.scripts.file_patches import patch_files
 from trimtab.scripts.generation_patches import patch_generation
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
 from trimtab.scripts.observer import Observer, find_script_line, put
+from trimtab.scripts.operation_patches import patch_operations
+from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
 from trimtab.scripts.triton_patches import patch_triton
 from trimtab.trace.fake_cuda import hide_fake_tensors
@@ -31,10 +33,12 @@ from trimtab.trace.fake_cuda import hide_fake_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.spec import Device
+
 optimizers = importlib.import_module("torch.optim.optimizer")
 
 
-def install_patches(observer: Observer, *, world_size: int, devices: int) -> None:
+def install_patches(observer: Observer, *, world_size: int, devices: int, device: Device) -> None:
     """Patch torch for a script that runs as rank 0 of `world_size` processes."""
     fake_mode = observer.recorder.fake_mode
     _patch_parameters(fake_mode)
@@ -44,7 +48,10 @@ def install_patches(observer: Observer, *, world_size: int, devices: int) -> Non
     _patch_backward(observer)
     _patch_loaders(observer)
     _patch_cuda(observer, devices)
+    patch_cuda_tools(observer, device)
+    patch_operations(observer)
     patch_groups(observer, world_size)
+    patch_processes(observer)
     patch_compile(observer)
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
@@ -147,9 +154,6 @@ def _patch_modules(observer: Observer) -> None:
     put(torch.nn.Module, "__call__", call)
 
 
-made_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
 def find_moved_parameters(optimizer: Any) -> None:
     """Give an optimizer the parameters that its own have become."""
     for group in getattr(optimizer, "param_groups", ()):
@@ -166,7 +170,7 @@ def _patch_optimizers(observer: Observer) -> None:
     @functools.wraps(make)
     def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         observer.has_optimizer = True
-        made_optimizers.add(optimizer)
+        observer.made_optimizers.add(optimizer)
         make(optimizer, *args, **kwargs)
 
     put(torch.optim.Optimizer, "__init__", init)
@@ -204,7 +208,7 @@ def _patch_backward(observer: Observer) -> None:
         if observer.last_loader is not None:
             observer.last_loader.__dict__[TRAINS] = True
         # A script may read its gradients through an optimizer that it made before it moved the model.
-        for optimizer in made_optimizers:
+        for optimizer in observer.made_optimizers:
             find_moved_parameters(optimizer)
         try:
             original(*args, **kwargs)
@@ -222,16 +226,22 @@ def _patch_loaders(observer: Observer) -> None:
     from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
     def get_iterator(loader: Any) -> Any:
-        workers = loader.num_workers
+        workers, dataset = loader.num_workers, loader.dataset
         if loader.batch_size is not None:
             observer.learn("loader", f"batch_size={loader.batch_size}, num_workers={workers}")
-        loader.__dict__["num_workers"] = 0
-        try:
-            iterator: Any = _SingleProcessDataLoaderIter(loader)
-            iterator._trimtab_loader = loader
-            return iterator
-        finally:
-            loader.__dict__["num_workers"] = workers
+        own = copy_for_worker(loader)
+        with act_as_worker(loader, own):
+            if workers and loader.worker_init_fn is not None:
+                loader.worker_init_fn(0)
+            loader.__dict__.update(num_workers=0, dataset=own)
+            try:
+                iterator: Any = _SingleProcessDataLoaderIter(loader)
+            finally:
+                loader.__dict__.update(num_workers=workers, dataset=dataset)
+        iterator._trimtab_loader, iterator._trimtab_dataset = loader, own
+        if not observer.is_over and torch.is_grad_enabled():
+            observer.training_loader = observer.training_loader or loader
+        return iterator
 
     put(DataLoader, "_get_iterator", get_iterator)
     original = _BaseDataLoaderIter.__next__
@@ -243,6 +253,7 @@ def _patch_loaders(observer: Observer) -> None:
         # A loader for training ends; others may be for evaluations, of which there can be one in each epoch.
         trains = getattr(loader, TRAINS, False) and torch.is_grad_enabled()
         if observer.is_over and (trains or count >= LAST_BATCHES):
+            observer.note_ended_loader(is_empty=not count)
             raise StopIteration
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
@@ -250,7 +261,8 @@ def _patch_loaders(observer: Observer) -> None:
         iterator._trimtab_count = count + 1
         observer.last_loader = loader
         begin = time.perf_counter()
-        batch = original(iterator)
+        with act_as_worker(iterator._trimtab_loader, iterator._trimtab_dataset):
+            batch = original(iterator)
         observer.loader_s += time.perf_counter() - begin
         observer.loader_batches += 1
         return batch
@@ -301,7 +313,6 @@ def _patch_cuda(observer: Observer, devices: int) -> None:
         setattr(torch.cuda, name, lambda *_, **__: None)
     for name in ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all"):
         put(torch.cuda.random, name, getattr(torch.cuda, name))
-    put(torch.cuda, "memory_stats", lambda *_, **__: {})
     put(torch.cuda, "memory_summary", lambda *_, **__: "")
     put(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     put(torch, "Generator", CpuGenerator)

@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
+from trimtab.scripts.inputs import InputRecord
 from trimtab.scripts.launchers import launcher_environment
+from trimtab.scripts.longest import find_longest
+from trimtab.scripts.nvidia_smi import write_program
 from trimtab.scripts.offline import REASON
+from trimtab.scripts.overlay import put_files
 from trimtab.scripts.result import ScriptRequest, ScriptResult
 from trimtab.scripts.sandbox import install_sandbox
 from trimtab.trace.child_process import end_with_parent
@@ -28,6 +32,8 @@ OFFLINE_WORDS = ("offline", "localentrynotfound", "connectionerror", "max retrie
 if TYPE_CHECKING:
     from trimtab.scripts.observer import Observer
     from trimtab.scripts.sandbox_record import SandboxRecord
+
+OWN_FOLDER = str(Path(__file__).parent.parent)
 
 
 def run_worker(request_file: str, result_file: str) -> None:
@@ -56,13 +62,13 @@ def run_worker(request_file: str, result_file: str) -> None:
     observer: Observer
 
     def finish() -> None:
-        _write(result_file, make_result(observer, sandbox))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        result = make_result(observer, sandbox)
+        _write(result_file, result.replace(inputs=inputs.list_inputs()))
+        _end_process()
 
     observer = Observer(recorder, finish)
-    install_patches(observer, world_size=command.world_size, devices=request.devices)
+    inputs = _record_inputs([request.scratch, str(Path(result_file).parent), OWN_FOLDER])
+    install_patches(observer, world_size=command.world_size, devices=request.devices, device=request.device)
     recorder.mark_phase("build", "weights")
     torch._C._set_only_lift_cpu_tensors(True)
     with recorder:
@@ -78,22 +84,38 @@ def run_worker(request_file: str, result_file: str) -> None:
         except KeyboardInterrupt:
             os._exit(130)
         except BaseException as error:  # noqa: BLE001 - whatever the script raises is the result
-            from trimtab.jobs.load import describe_location
-
-            _print_own_traceback(error)
+            if not isinstance(error, TrimtabError):
+                _print_own_traceback(error)
             if not observer.is_over:
                 _write(result_file, ScriptResult(error=describe_failure(error, sandbox).to_dict()))
                 os._exit(0)
-            note = f"after its third step the script failed: {_shorten(error)}{describe_location(error)}"
-            observer.notes[note] = None
+            _note_late_failure(observer, error)
     finish()
+
+
+def _end_process() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _record_inputs(skipped: list[str]) -> InputRecord:
+    """Record from now on which files the script reads."""
+    inputs = InputRecord(skipped)
+    inputs.install()
+    return inputs
 
 
 def _set_environment(request: ScriptRequest) -> None:
     command = request.command
+    put_files(request.files, Path(request.scratch))
     os.environ.update(command.environment)
     # Fake tensors belong to one thread.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    device = request.device
+    programs = Path(request.scratch) / "bin"
+    write_program(programs, name=device.name, memory_bytes=device.memory_bytes, count=request.devices)
+    os.environ["PATH"] = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(request.devices)))
 
 
@@ -114,6 +136,9 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
     """Return what was found out about the script."""
     if not observer.steps:
         return ScriptResult(error=_describe_no_step(observer).to_dict())
+    if not observer.uses_gpu():
+        return ScriptResult(error=_describe_cpu(observer).to_dict())
+    observer.note_optimizers()
     observer.recorder.paused = True
     if observer.windows:
         observer.windows[-1].end = len(observer.recorder.order)
@@ -129,14 +154,17 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
         fetched=tuple(observer.fetched.items()),
         micro_batches=tuple(observer.micro_batches.items()),
         lengths=tuple(observer.lengths.items()),
+        longest=find_longest(observer.training_loader) if observer.lengths else None,
         loader_s=observer.loader_s / observer.loader_batches if observer.loader_batches else None,
-        **_describe_sandbox(sandbox),
+        **_describe_sandbox(sandbox, observer.saved_sizes),
     )
 
 
-def _describe_sandbox(sandbox: SandboxRecord) -> dict[str, Any]:
+def _describe_sandbox(sandbox: SandboxRecord, saved_sizes: dict[str, int]) -> dict[str, Any]:
     """Return what the script tried to write and to reach, for the result."""
     found = sandbox.to_builtins()
+    for write in found["writes"]:
+        write["bytes"] = saved_sizes.get(write["path"], write["bytes"])
     refused = [
         f"the script tried to reach {attempt['address']} at {attempt['where']}, and was kept off the network"
         for attempt in found["network"]
@@ -178,6 +206,17 @@ def _describe_no_step(observer: Observer) -> TrimtabError:
     )
 
 
+def _describe_cpu(observer: Observer) -> TrimtabError:
+    where = observer.facts["optimizer"].where if "optimizer" in observer.facts else ""
+    at = f" ({where})" if where else ""
+    return WrongUse(
+        "the script",
+        found=f"it trains on the CPU: its optimizer steps{at} use nothing on the GPU",
+        cure="Add the option that puts the model on the GPU, such as --cuda or --device cuda. If there is "
+        "none, move the model and its inputs in the script, as in model.to('cuda').",
+    )
+
+
 def _describe_exit(request: ScriptRequest, end: SystemExit) -> TrimtabError:
     code = end.code if isinstance(end.code, int) else 1
     found = f"it ended with exit code {code}" if isinstance(end.code, int) else str(end.code)
@@ -195,6 +234,15 @@ def _print_own_traceback(error: BaseException) -> None:
     ):
         here = here.tb_next
     traceback.print_exception(type(error), error, here or error.__traceback__)
+
+
+def _note_late_failure(observer: Observer, error: BaseException) -> None:
+    """Note that a script failed after its third step, unless it was because its loaders have ended."""
+    from trimtab.jobs.load import describe_location
+
+    if not isinstance(error, StopIteration):
+        note = f"after its third step the script failed: {_shorten(error)}{describe_location(error)}"
+        observer.notes[note] = None
 
 
 def _shorten(error: BaseException) -> str:

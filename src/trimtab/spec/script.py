@@ -110,6 +110,8 @@ class ScriptReport(Noun, frozen=True, kw_only=True):
     writes: tuple[str, ...] = ()
     """Files that the script would have written, with their sizes; nothing was written."""
     notes: tuple[str, ...] = ()
+    is_cached: bool = False
+    """Whether the script was not run again: the same command and files were followed before."""
 
 
 class ScriptPlan(Noun, frozen=True, kw_only=True):
