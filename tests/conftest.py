@@ -57,6 +57,16 @@ def cold_start() -> Iterator[None]:
     warm_start.install()
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Undo what a test or a framework changes in the environment: Lightning sets LOCAL_RANK, for example."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that no other test has written to."""

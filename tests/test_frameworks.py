@@ -109,7 +109,8 @@ def _check_arguments(transformers: Any, plan: Plan, text: str, tmp_path: Path) -
     assert found.per_device_train_batch_size == choice.micro_batch
     assert found.gradient_accumulation_steps == choice.accumulation
     if choice.precision is not Precision.BF16_TRUE:
-        assert found.bf16 is (choice.precision is Precision.BF16)
+        # A config without a key for fp8 gets the 16 bits of the rest of the model.
+        assert found.bf16 is choice.dtypes.is_bf16
         assert found.fp16 is (choice.precision is Precision.FP16)
     assert found.gradient_checkpointing is (choice.recompute is not Recompute.NONE)
     assert bool(found.torch_compile) is choice.compile

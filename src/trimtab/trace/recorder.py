@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -36,10 +37,16 @@ if TYPE_CHECKING:
     from trimtab.trace.workspaces import MemoryRequest
 
 
+OWN_FOLDER = str(Path(__file__).parent.parent)
+"""The folder of trimtab."""
+
+
 def is_called_by_autograd() -> bool:
     """Whether autograd's engine called the operation directly. The engine runs on a separate thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OWN_FOLDER):
+        frame = frame.f_back
     # Then all callers of the recorder are frames of torch, which differ between its releases.
-    frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
         if "/torch/" not in frame.f_code.co_filename:
             return False
