@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -65,6 +66,39 @@ def own_environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def own_torch_flags() -> Iterator[None]:
+    """Undo what a test changes in torch for the whole process: a step in fp32 turns TF32 off, for example."""
+    before = read_torch_flags()
+    yield
+    torch = sys.modules.get("torch")
+    if torch is None or read_torch_flags() == before:
+        return
+    flags = before or TORCH_DEFAULTS
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags[:2]
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = flags[2:4]
+    torch.use_deterministic_algorithms(flags[4])
+    torch.set_default_dtype(getattr(torch, flags[5]))
+
+
+TORCH_DEFAULTS = (False, True, False, False, False, "float32")
+
+
+def read_torch_flags() -> tuple[Any, ...] | None:
+    """Return the flags of `TORCH_DEFAULTS` as they are; None if torch is not loaded."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    return (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+        str(torch.get_default_dtype()).removeprefix("torch."),
+    )
 
 
 @pytest.fixture

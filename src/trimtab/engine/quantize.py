@@ -14,7 +14,7 @@ from trimtab.jobs.lora import is_linear, layer_widths
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trimtab.spec import BaseFormat, Setting
+    from trimtab.spec import BaseFormat
     from trimtab.spec.base_format import BaseStorage
 
 ops = torch.ops.trimtab
@@ -191,8 +191,3 @@ def _is_kept_name(model: nn.Module, name: str) -> bool:
 def count_weights(parameter: torch.Tensor) -> int:
     """Return the number of weights that a parameter stands for, also if several are packed in a byte."""
     return int(getattr(parameter, "weights", parameter.numel()))
-
-
-def quantizes(setting: Setting) -> bool:
-    """Whether a setting stores frozen layers in fewer bits."""
-    return setting.base.storage.is_quantized

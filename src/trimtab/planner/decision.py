@@ -162,8 +162,8 @@ def _is_clearly_better(other: Evaluation, best: Evaluation, policy: Policy) -> b
     times = [seen.estimate.step_s for seen in (other, best)]
     if times[0] is None or times[1] is None:
         return False
-    cost = 1 if policy.objective is Objective.SPEED else 0
-    gpus = [1 if cost else seen.setting.gpus for seen in (other, best)]
+    # Other objectives count the GPUs too.
+    gpus = [1 if policy.objective is Objective.SPEED else seen.setting.gpus for seen in (other, best)]
     return times[0] * gpus[0] < times[1] * gpus[1] * (1 - WORTH_A_CHANGE)
 
 
