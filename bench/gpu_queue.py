@@ -46,7 +46,7 @@ from trimtab.spec import (  # noqa: E402
     Setting,
     Strategy,
 )
-from trimtab.spec.setting import read_offload
+from trimtab.spec.setting import read_offload  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
