@@ -15,7 +15,7 @@ from trimtab.spec import (
     Recompute,
     Strategy,
 )
-from trimtab.spec.setting import read_optimizer
+from trimtab.spec.setting import read_offload, read_optimizer
 from trimtab.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ COUNTS = {"gpus": 1, "data_parallel": 1, "micro_batch": 1, "accumulation": 1, "w
 """Whole numbers with their minimum."""
 SWITCHES = ("compile", "sync_batchnorm")
 """True or false."""
-KEYS = (*CHOICES, *COUNTS, *SWITCHES)
+OFFLOAD = "offload"
+"""Words separated by commas."""
+KEYS = (*CHOICES, OFFLOAD, *COUNTS, *SWITCHES)
 BOOLEANS = {
     "true": True,
     "yes": True,
@@ -66,6 +68,8 @@ def read_ways(pins: Mapping[str, Any]) -> dict[str, Any]:
         ways["base"] = BaseFormat(pins["base"])
     if "loss" in pins:
         ways["loss"] = LossForm(pins["loss"])
+    if OFFLOAD in pins:
+        ways[OFFLOAD] = read_offload(str(pins[OFFLOAD]))
     return ways | read_optimizer(str(pins.get("optimizer") or ""))
 
 
@@ -118,6 +122,11 @@ def check_pin(name: str, value: str, given: str) -> str | int | bool:
         if value in choices:
             return value
         raise WrongUse(given, found=f"{name} is none of {', '.join(choices)}", cure="Use one of those.")
+    if name == OFFLOAD:
+        try:
+            return ",".join(read_offload(value)) or "none"
+        except ValueError as error:
+            raise WrongUse(given, found=str(error), cure="Use those, separated by commas.") from None
     if name in COUNTS:
         least = COUNTS[name]
         if value.isascii() and value.isdigit() and int(value) >= least:
