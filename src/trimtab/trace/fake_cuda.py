@@ -478,6 +478,17 @@ def install_fake_cuda(target: Device) -> None:
     # By default a deep copy of a tensor copies its mode, and with it torch's weak references to storages.
     # They are then freed twice, which corrupts the heap. So all copies share one mode.
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # type: ignore[attr-defined]
+    FakeTensorMode.create_symbolic_nested_int = _make_ragged_length  # type: ignore[method-assign,assignment]
+
+
+def _make_ragged_length(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
+    """Return the ragged dimension of a jagged tensor; torch's own method needs symbolic shapes."""
+    from torch.nested._internal.nested_int import NestedIntNode
+
+    if nt_tensor_id is None:
+        nt_tensor_id = mode.nt_tensor_id_counter
+        mode.nt_tensor_id_counter += 1
+    return torch.SymInt(NestedIntNode(nt_tensor_id, 1))
 
 
 def _deepcopy_tensor(tensor: Any, memo: dict[int, Any]) -> Any:
