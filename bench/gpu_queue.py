@@ -406,7 +406,7 @@ def _recomputes() -> list[QueuedCase]:
     options = {"layers": 12, "vocabulary": 32_000}
     return [
         QueuedCase(f"recompute-{way}-b8", FIT, 8, options, recompute=way)
-        for way in ("every-2", "every-4", "selective", "every-3", "none", "full")
+        for way in ("every-2", "every-4", "selective", "every-3", "none", "full", "all-but-3", "all-but-4")
     ]
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from trimtab.planner.estimator_interface import Layout
     from trimtab.spec import Device, Setting
 
-KEPT = {Recompute.NONE: 1.0, Recompute.SELECTIVE: 0.6, Recompute.FULL: 0.2}
-AGAIN = {Recompute.NONE: 1.0, Recompute.SELECTIVE: 1.1, Recompute.FULL: 1.33}
+KEPT = {way: 1.0 - 0.8 * way.way.share for way in Recompute} | {Recompute.SELECTIVE: 0.6}
+AGAIN = {way: 1.0 + 0.33 * way.way.share for way in Recompute} | {Recompute.SELECTIVE: 1.1}
 
 
 @dataclass

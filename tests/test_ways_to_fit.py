@@ -333,7 +333,7 @@ def test_models_without_a_loss_of_their_own_are_refused() -> None:
 # Recomputation.
 
 
-@pytest.mark.parametrize(("way", "count"), [("every-2", 2), ("every-3", 1), ("every-4", 1)])
+@pytest.mark.parametrize(("way", "count"), [("every-2", 2), ("every-4", 1), ("all-but-3", 2)])
 def test_some_blocks_are_recomputed_and_losses_stay(way: str, count: int) -> None:
     model = tiny_llama()
     assert enable_recompute(model, Recompute(way)) == [f"model.layers ({count} blocks)"]
