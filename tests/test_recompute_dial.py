@@ -56,8 +56,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Recompute, Trace]:
     asked = TraceRequests(job=f"{job}:Dial", settings=settings, device=parse_cluster("H100").devices[0])
     with WorkerProcess() as worker:
         answers = worker.ask_all(asked, timeout_s=300)
-    found = [Trace.from_builtins(answer["trace"]) for answer in answers if isinstance(answer, dict)]
-    return dict(zip(ways, found, strict=True))
+    traced = [Trace.from_builtins(answer["trace"]) for answer in answers if isinstance(answer, dict)]
+    return dict(zip(ways, traced, strict=True))
 
 
 def live_bytes(trace: Trace) -> list[tuple[int, int]]:

@@ -146,13 +146,13 @@ class RecomputeMix:
                 raise TracesDiffer("only one of the traces frees it")
             return None
         holders = ((none, self._block_at(none), False), (full, self._block_at(full), True))
-        held = [
+        releases = [
             moment
             for moment, block, recomputed in holders
             if block is None or way.has_block(block) is recomputed
         ]
         # Only the second trace shows on which side of a recomputed block a free is.
-        moment = full if none.common == full.common else max(held, default=min(none, full))
+        moment = full if none.common == full.common else max(releases, default=min(none, full))
         at = bisect_right(self.starts, moment.common) - 1
         is_beside = at >= 0 and self.starts[at] == moment.common
         return moment if is_beside and way.has_block(self.regions[at].block) else Moment(moment.common)
@@ -257,7 +257,7 @@ def _find_recomputed(none: Trace, full: Trace) -> dict[int, int]:
             counts.append(0)
         elif counts and _find_block(none, item) is not None:
             counts[-1] += 1
-    found: dict[int, int] = {}
+    recomputed: dict[int, int] = {}
     phase, seen, run = -1, 0, list[int]()
     for item in _list_items(full):
         if isinstance(item, str):
@@ -270,11 +270,11 @@ def _find_recomputed(none: Trace, full: Trace) -> dict[int, int]:
         run.append(item)
         if block is not None:
             # What is between two allocations of one block belongs to it too.
-            if found.get(run[0]) != block:
+            if recomputed.get(run[0]) != block:
                 run = run[-1:]
-            found |= dict.fromkeys(run, block)
+            recomputed |= dict.fromkeys(run, block)
             run = run[-1:]
-    return found
+    return recomputed
 
 
 def _find_frees(trace: Trace, skipped: dict[int, Region]) -> dict[int, Moment]:
