@@ -368,7 +368,14 @@ def _bases() -> list[QueuedCase]:
         QueuedCase(f"base-{base}-peft-b4", "PeftLlama", 4, base=base)
         for base in ("nf4-double", "int8", "none")
     ]
-    return [*found[:3], *peft, *found[3:]]
+    # These formats are plain torch, and need no package.
+    torchao = [
+        QueuedCase(
+            f"base-{base}-1b{f'-{how}' * (how != 'none')}-b4", FIT, 4, LORA_1B, base=base, recompute=how
+        )
+        for base, how in (("nf4-ao", "none"), ("int8-ao", "none"), ("nf4-ao", "full"))
+    ]
+    return [*found[:3], *torchao, *peft, *found[3:]]
 
 
 def _optimizers() -> list[QueuedCase]:
