@@ -129,7 +129,7 @@ def test_the_formats_of_torchao_take_zeros_and_every_size() -> None:
 def test_restoring_nf4_as_torchao_does_takes_14_bytes_a_weight() -> None:
     sizes: list[int] = []
 
-    class Count(TorchDispatchMode):
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             shares = isinstance(out, torch.Tensor) and any(
@@ -143,7 +143,7 @@ def test_restoring_nf4_as_torchao_does_takes_14_bytes_a_weight() -> None:
     stored = QuantizedLinear(
         nn.Linear(512, 256, bias=False).requires_grad_(False).bfloat16(), BaseFormat.NF4_AO.storage, "cpu"
     )
-    with Count():
+    with Count():  # type: ignore[no-untyped-call]
         stored.restore(torch.bfloat16)
     # Besides: two results of shifts and two repeated scales, which go at once, and the scales themselves.
     temporary = 2 * 0.5 + 2 * 1
