@@ -159,6 +159,14 @@ LossName = Annotated[
         metavar="FORM",
     ),
 ]
+OffloadWords = Annotated[
+    str,
+    option(
+        "What is in the memory of the host while the GPU does not use it, separated by commas: params, "
+        "optimizer, activations; or none.",
+        metavar="WORDS",
+    ),
+]
 Compile = Annotated[bool, option("Run the model through torch.compile.")]
 OptimizerName = Annotated[
     str,
@@ -327,6 +335,7 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     base: BaseName = "none"
     loss: LossName = "whole"
     recompute: RecomputeName = "none"
+    offload: OffloadWords = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
     gpus: GpuCount = None
@@ -359,6 +368,7 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     base: BaseName = "none"
     loss: LossName = "whole"
     recompute: RecomputeName = "none"
+    offload: OffloadWords = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
     gpus: GpuCount = None
@@ -380,6 +390,7 @@ class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
     base: BaseName = "none"
     loss: LossName = "whole"
     recompute: RecomputeName = "none"
+    offload: OffloadWords = "none"
     compile: Compile = False
     optimizer: OptimizerName = "fused"
     allocator: AllocatorName = "default"
@@ -419,7 +430,7 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
         str | Words,
         option(
             "What the plan may change besides its own choices, separated by commas: quantised (frozen layers "
-            "in 4 bits), optimizer (states in 8 bits).",
+            "in 4 bits), optimizer (states in 8 bits), offload (activations in the memory of the host).",
             metavar="WORDS",
         ),
     ] = ""
