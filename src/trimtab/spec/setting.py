@@ -147,6 +147,21 @@ class Offload(StrEnum):
     """Activations between the forward and the backward pass."""
 
 
+def read_offload(text: str) -> tuple[Offload, ...]:
+    """Return the members of Offload in a comma-separated list, in their order; none is an empty list.
+
+    >>> read_offload("activations, params")
+    (<Offload.PARAMS: 'params'>, <Offload.ACTIVATIONS: 'activations'>)
+    >>> read_offload("none")
+    ()
+    """
+    words = {word for part in text.split(",") if (word := part.strip().lower()) not in {"", "none"}}
+    known = {member.value for member in Offload}
+    if words - known:
+        raise ValueError(f"{min(words - known)} is none of none, {', '.join(Offload)}")
+    return tuple(member for member in Offload if member.value in words)
+
+
 class Mesh(Noun, frozen=True, kw_only=True):
     """Size of each axis of the device mesh; the product is the number of devices."""
 
