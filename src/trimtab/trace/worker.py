@@ -129,7 +129,7 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         built = _BuiltModel(job, model, request, recorder, rank)
         trace = None
         # A pipeline stage has only some of the blocks: they are all traced. So are they if they differ.
-        are_alike = rank.stage is None and request.setting.recompute.way.every <= 1
+        are_alike = rank.stage is None and not request.setting.recompute.way.is_partial
         if how != WHOLE and are_alike and not recorder.uses_compile and not request.setting.compile:
             trace = _trace_by_few_blocks(built, check=how == CHECKED, timeout_s=timeout_s)
         if trace is not None:
