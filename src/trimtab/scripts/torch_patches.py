@@ -27,8 +27,8 @@ from trimtab.scripts.observer import Observer, find_script_line, put
 from trimtab.scripts.operation_patches import patch_operations
 from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
-from trimtab.scripts.triton_patches import patch_triton
 from trimtab.trace.fake_cuda import hide_fake_tensors
+from trimtab.trace.triton_kernels import patch_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     patch_compile(observer)
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
-    patch_triton(observer)
+    patch_triton(lambda: observer.recorder)
     hide_fake_tensors()
     patch_generation(observer)
 
