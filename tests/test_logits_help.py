@@ -61,9 +61,9 @@ def trace(name: str) -> Trace:
 
 def test_a_plain_job_is_told_which_loss_to_use() -> None:
     """trimtab cannot change a loss that the job computes itself, so it names functions that can."""
-    options = ["--on", "H100", "--micro-batch", "1", "--precision", "fp32"]
+    options = ["--on", "RTX4090", "--micro-batch", "16", "--precision", "fp32"]
     answer = CliRunner().invoke(app, ["estimate", shared_job(JOB), *options])
-    assert answer.exit_code == 0, answer.output
+    assert answer.exit_code in (0, 3), answer.output
     text = " ".join(answer.output.split())
     assert "logits and their gradients take" in text
     assert "torch.nn.functional.linear_cross_entropy with" in text

@@ -13,13 +13,13 @@ from trimtab.cli.console import Json, console, print_json, print_text
 from trimtab.cli.options import command, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import TrimtabError
-from trimtab.spec import LossForm, Recompute
+from trimtab.spec import LossForm, Recompute, Verdict
 from trimtab.spec.requests import EstimateRequest
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
     from trimtab.predict.memory import MemoryPeaks
-    from trimtab.spec import Cluster, Estimate, Setting, Trace
+    from trimtab.spec import Cluster, Device, Estimate, Setting, Trace
 
 WORTH_SAYING = 0.01
 """Smaller savings get no line."""
@@ -117,7 +117,7 @@ def _estimate(
     result, details, trace = first
     compared = next((other[0] for other in others if not isinstance(other, TrimtabError)), None)
     lines = () if compared is None else _help_lines(setting, result.process_bytes, compared.process_bytes)
-    if not quiet and has_large_logits(setting, details):
+    if not quiet and is_nearly_full(result, device) and has_large_logits(setting, details):
         chunked = setting.replace(loss=LossForm.CHUNKED)
         other: Any = None
         if count_loss_pieces(trace) <= MOST_PIECES or api.is_known(request.job, chunked, device, **asked):
@@ -137,6 +137,11 @@ LOSS_IN_PIECES = (
     "torch.nn.functional.linear_cross_entropy with options=torch.nn.LinearCrossEntropyOptions() (torch "
     "2.13), or to LigerFusedLinearCrossEntropyLoss of liger-kernel: then all logits never exist together"
 )
+
+
+def is_nearly_full(result: Estimate, device: Device) -> bool:
+    """Whether more than half of the device's memory is used, or it fits only tightly."""
+    return result.verdict is not Verdict.FITS or result.process_bytes > device.memory_bytes / 2
 
 
 def has_large_logits(setting: Setting, details: MemoryPeaks) -> bool:
