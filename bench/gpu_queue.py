@@ -376,7 +376,7 @@ def _optimizers() -> list[QueuedCase]:
     small = {"layers": 8, "vocabulary": 32_000}
     rules = (
         "adamw8bit", "adamw4bit", "paged-adamw8bit", "adafactor", "muon", "adamw8bit-ao", "adamw-fp8",
-        "lion8bit", "sgd", "paged-adamw", "lion", "adamw",
+        "lion8bit", "sgd", "paged-adamw", "lion", "adamw", "adamw-bf16",
     )  # fmt: skip
     return [
         *(QueuedCase(f"optimizer-{rule}-b4", FIT, 4, small, rule=rule) for rule in rules),
