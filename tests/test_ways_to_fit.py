@@ -395,11 +395,10 @@ def test_a_low_bit_optimizer_of_a_job_is_recognised(
     assert found is not None
     assert (found.bits, found.states, bool(found.paged_from)) == (bits, states, "Paged" in name)
     assert imitate_optimizer(built) is built  # Tensors with values keep the real one.
-    with FakeTensorMode():
-        parameter = nn.Parameter(torch.zeros(128, 64, device="meta").cpu())
-        made = imitate_optimizer(getattr(library, name)([parameter], lr=1e-3, **options))
+    hollow = FakeTensorMode().from_tensor(parameter)
+    made = imitate_optimizer(getattr(library, name)([hollow], lr=1e-3, **options))
     assert isinstance(made, LowBitOptimizer)
-    assert made.param_groups[0]["params"] == [parameter]
+    assert made.param_groups[0]["params"][0] is hollow
 
 
 def test_optimizers_of_torch_are_not_taken_for_others() -> None:
