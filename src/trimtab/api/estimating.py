@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trimtab.exams.run import ExamResult
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.scripts.estimate import ScriptEstimate
-    from trimtab.spec import Calibration, Cluster, Device, Estimate, Setting, Trace
+    from trimtab.spec import Calibration, Cluster, Device, Estimate, Offload, Setting, Trace
     from trimtab.spec.requests import CommandRequest
     from trimtab.trace.request import TraceRequest
 
@@ -94,6 +94,7 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         base=_find_base(request),
         loss=request.loss,
         recompute=request.recompute,
+        offload=request.offload,
         compile=request.compile,
         strategy=request.strategy,
         gpus=request.gpus if request.gpus is not None else len(where.devices),
@@ -247,6 +248,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     allocator: str,
     base: str = "none",
     loss: str = "whole",
+    offload: str = "none",
     sync_batchnorm: bool = False,
     nodes: int = 1,
     branches: int = 0,
@@ -315,11 +317,25 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         base=word(BaseFormat, base, "base"),
         loss=word(LossForm, loss, "loss"),
         recompute=word(Recompute, recompute, "recompute"),
+        offload=_read_offload(offload),
         compile=compile,
         **optimizing,
         allocator=word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
     )
+
+
+def _read_offload(words: str) -> tuple[Offload, ...]:
+    """Return what is in the memory of the host; raise if a word is unknown."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec.setting import read_offload
+
+    try:
+        return read_offload(words)
+    except ValueError as error:
+        raise WrongUse(
+            f"--offload {words}", found=str(error), cure="Use those, separated by commas."
+        ) from None
 
 
 def module_classes(

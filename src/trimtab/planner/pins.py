@@ -9,13 +9,14 @@ from trimtab.spec import (
     Allocator,
     BaseFormat,
     LossForm,
+    Offload,
     OptimizerImplementation,
     OptimizerRule,
     Precision,
     Recompute,
     Strategy,
 )
-from trimtab.spec.setting import read_optimizer
+from trimtab.spec.setting import read_offload, read_optimizer
 from trimtab.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ COUNTS = {"gpus": 1, "data_parallel": 1, "micro_batch": 1, "accumulation": 1, "w
 """Whole numbers with their minimum."""
 SWITCHES = ("compile", "sync_batchnorm")
 """True or false."""
-KEYS = (*CHOICES, *COUNTS, *SWITCHES)
+OFFLOAD = "offload"
+"""Words separated by commas."""
+KEYS = (*CHOICES, OFFLOAD, *COUNTS, *SWITCHES)
 BOOLEANS = {
     "true": True,
     "yes": True,
@@ -50,6 +53,9 @@ BOOLEANS = {
 NOT_COMPILED_SYNCHRONISED = (
     "sync_batchnorm with compile on several GPUs: every BatchNorm layer waits for the other ranks, which a "
     "compiled graph cannot do and survive an out-of-memory of one of them"
+)
+NOT_COMPILED_OFFLOADED = (
+    "compile with activations on the host: compiled code decides itself which activations it stores"
 )
 
 Pins = dict[str, str | int | bool]
@@ -66,6 +72,8 @@ def read_ways(pins: Mapping[str, Any]) -> dict[str, Any]:
         ways["base"] = BaseFormat(pins["base"])
     if "loss" in pins:
         ways["loss"] = LossForm(pins["loss"])
+    if OFFLOAD in pins:
+        ways[OFFLOAD] = read_offload(str(pins[OFFLOAD]))
     return ways | read_optimizer(str(pins.get("optimizer") or ""))
 
 
@@ -118,6 +126,11 @@ def check_pin(name: str, value: str, given: str) -> str | int | bool:
         if value in choices:
             return value
         raise WrongUse(given, found=f"{name} is none of {', '.join(choices)}", cure="Use one of those.")
+    if name == OFFLOAD:
+        try:
+            return ",".join(read_offload(value)) or "none"
+        except ValueError as error:
+            raise WrongUse(given, found=str(error), cure="Use those, separated by commas.") from None
     if name in COUNTS:
         least = COUNTS[name]
         if value.isascii() and value.isdigit() and int(value) >= least:
@@ -149,6 +162,8 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
         )
     if strategy is not None:
         wrong += strategy.pin_conflicts(pins, available, len(workload.branches))
+    if pins.get("compile") and Offload.ACTIVATIONS in read_ways(pins).get(OFFLOAD, ()):
+        wrong.append((NOT_COMPILED_OFFLOADED, "leave one of the two out"))
     return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)
 
 

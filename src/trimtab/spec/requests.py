@@ -147,7 +147,8 @@ RecomputeName = Annotated[
 BaseName = Annotated[
     str,
     option(
-        "Storage of frozen linear layers: none (as they are), nf4, nf4-double, fp4, fp4-double or int8.",
+        "Storage of frozen linear layers: none (as they are), nf4, nf4-double, fp4, fp4-double, int8 "
+        "(bitsandbytes), nf4-ao or int8-ao (torchao).",
         metavar="FORMAT",
     ),
 ]
@@ -156,6 +157,14 @@ LossName = Annotated[
     option(
         "How a language model computes its loss: whole, or chunked (all logits never exist together).",
         metavar="FORM",
+    ),
+]
+OffloadWords = Annotated[
+    str,
+    option(
+        "What is in the memory of the host while the GPU does not use it, separated by commas: params, "
+        "optimizer, activations; or none.",
+        metavar="WORDS",
     ),
 ]
 Compile = Annotated[bool, option("Run the model through torch.compile.")]
@@ -326,6 +335,7 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     base: BaseName = "none"
     loss: LossName = "whole"
     recompute: RecomputeName = "none"
+    offload: OffloadWords = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
     gpus: GpuCount = None
@@ -358,6 +368,7 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     base: BaseName = "none"
     loss: LossName = "whole"
     recompute: RecomputeName = "none"
+    offload: OffloadWords = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
     gpus: GpuCount = None
@@ -379,6 +390,7 @@ class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
     base: BaseName = "none"
     loss: LossName = "whole"
     recompute: RecomputeName = "none"
+    offload: OffloadWords = "none"
     compile: Compile = False
     optimizer: OptimizerName = "fused"
     allocator: AllocatorName = "default"
@@ -418,7 +430,7 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
         str | Words,
         option(
             "What the plan may change besides its own choices, separated by commas: quantised (frozen layers "
-            "in 4 bits), optimizer (states in 8 bits).",
+            "in 4 bits), optimizer (states in 8 bits), offload (activations in the memory of the host).",
             metavar="WORDS",
         ),
     ] = ""
