@@ -46,6 +46,7 @@ from trimtab.spec import (  # noqa: E402
     Setting,
     Strategy,
 )
+from trimtab.spec.setting import read_offload  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,9 +83,11 @@ class QueuedCase:
     rule: str = "job"
     """The optimizer."""
     loss: str = "whole"
+    offload: str = "none"
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
-    framework: a training with another framework and our callback, where `job` names the framework."""
+    framework: a training with another framework and our callback, where `job` names the framework;
+    losses: compiled fp8 against eager fp8, where `job` names the variant."""
 
     @property
     def job_name(self) -> str:
@@ -116,6 +119,7 @@ class QueuedCase:
             base=BaseFormat(self.base),
             optimizer_rule=OptimizerRule(self.rule),
             loss=LossForm(self.loss),
+            offload=read_offload(self.offload),
         )
 
 
@@ -368,7 +372,14 @@ def _bases() -> list[QueuedCase]:
         QueuedCase(f"base-{base}-peft-b4", "PeftLlama", 4, base=base)
         for base in ("nf4-double", "int8", "none")
     ]
-    return [*found[:3], *peft, *found[3:]]
+    # These formats are plain torch, and need no package.
+    torchao = [
+        QueuedCase(
+            f"base-{base}-1b{f'-{how}' * (how != 'none')}-b4", FIT, 4, LORA_1B, base=base, recompute=how
+        )
+        for base, how in (("nf4-ao", "none"), ("int8-ao", "none"), ("nf4-ao", "full"))
+    ]
+    return [*found[:3], *torchao, *peft, *found[3:]]
 
 
 def _optimizers() -> list[QueuedCase]:
@@ -376,7 +387,7 @@ def _optimizers() -> list[QueuedCase]:
     small = {"layers": 8, "vocabulary": 32_000}
     rules = (
         "adamw8bit", "adamw4bit", "paged-adamw8bit", "adafactor", "muon", "adamw8bit-ao", "adamw-fp8",
-        "lion8bit", "sgd", "paged-adamw", "lion", "adamw",
+        "lion8bit", "sgd", "paged-adamw", "lion", "adamw", "adamw-bf16",
     )  # fmt: skip
     return [
         *(QueuedCase(f"optimizer-{rule}-b4", FIT, 4, small, rule=rule) for rule in rules),
@@ -406,7 +417,7 @@ def _recomputes() -> list[QueuedCase]:
     options = {"layers": 12, "vocabulary": 32_000}
     return [
         QueuedCase(f"recompute-{way}-b8", FIT, 8, options, recompute=way)
-        for way in ("every-2", "every-4", "selective", "every-3", "none", "full")
+        for way in ("every-2", "every-4", "selective", "every-3", "none", "full", "all-but-3", "all-but-4")
     ]
 
 
@@ -439,7 +450,39 @@ def _float8() -> list[QueuedCase]:
             recompute="full",
         ),
     ]  # fmt: skip
-    return [*decoders[:2], mlps[0], *decoders[2:], mlps[1]]
+    return [*_float8_losses(), *decoders[:2], mlps[0], *decoders[2:], mlps[1]]
+
+
+def _float8_losses() -> list[QueuedCase]:
+    """Compiled against uncompiled fp8, with parts of the compiler switched off (bench/float8_losses.py)."""
+    from bench.float8_losses import VARIANTS
+
+    return [
+        QueuedCase(
+            f"{recipe}-losses-{variant.replace(' ', '-')}", variant, precision=recipe, compile=True,
+            kind="losses",
+        )
+        for recipe in ("fp8-tensorwise", "fp8-rowwise")
+        for variant in VARIANTS
+        if variant != "eager"
+    ]  # fmt: skip
+
+
+def _offloads() -> list[QueuedCase]:
+    """Activations on the host, with and without recomputation: only block inputs are moved with it."""
+    return [
+        QueuedCase(f"offload-{words}-{size}-{recompute}-{precision}-b{micro}", FIT, micro, options,
+                   precision=precision, recompute=recompute, offload=words)
+        for size, options, micro, precision, recompute, words in (
+            ("8b4", FP8_8B, 4, "bf16-true", "none", "activations"),
+            ("1b8", FP8_1B, 4, "bf16-true", "full", "activations"),
+            ("8b4", FP8_8B, 4, "bf16-true", "full", "activations"),
+            ("1b8", FP8_1B, 4, "bf16-true", "none", "activations"),
+            ("1b8", FP8_1B, 4, "bf16", "none", "activations"),
+            ("8b4", FP8_8B, 4, "bf16-true", "none", "none"),
+            ("1b8", FP8_1B, 4, "bf16-true", "none", "none"),
+        )
+    ]  # fmt: skip
 
 
 def _packed() -> list[QueuedCase]:
@@ -463,7 +506,7 @@ def _packed() -> list[QueuedCase]:
 
 def _ways_to_fit() -> list[QueuedCase]:
     """The most informative of each kind first."""
-    kinds = [_bases(), _optimizers(), _losses(), _recomputes(), _float8(), _packed()]
+    kinds = [_bases(), _optimizers(), _losses(), _recomputes(), _float8(), _offloads(), _packed()]
     longest = max(map(len, kinds))
     return [cases[place] for place in range(longest) for cases in kinds if place < len(cases)]
 
@@ -696,6 +739,12 @@ def answer(name: str) -> None:
         framework_cases.import_framework(case.job)
         with tempfile.TemporaryDirectory() as folder, exclusive():
             found = measure_case(case.job, case.micro_batch, Path(folder))
+    elif case.kind == "losses":
+        from bench import float8_losses
+
+        sizes = {"layers": 2, "vocabulary": 32_000, "seq": 512}
+        lines = float8_losses.compare(Precision(case.precision), sizes, "cuda", 9, [case.job])
+        found = {"lines": lines}
     else:
         found = measure(name)
     found |= {
@@ -776,6 +825,8 @@ def compare(out: Path, only: str, predictions: Path) -> None:
     for line in read_results(out):
         if line.get("failed") or line.get("out_of_memory") or not matches(line["id"], only):
             continue
+        if line["case"]["kind"] == "losses":
+            continue  # Nothing is predicted.
         if line["case"]["kind"] == "cap":
             found = {"least_bytes": line["error"]}
         elif line["case"]["kind"] == "framework":

@@ -91,7 +91,7 @@ def choose_plan(
             raise _make_no_plan_error(question, space, result, estimator)
         if complete:
             what_if = (
-                *_list_what_ifs(question, estimator, best, rows),
+                *_list_what_ifs(_pin_ways(question, used), estimator, best, rows),
                 *_list_ways(question, estimator, best),
             )
     except KeyboardInterrupt:
@@ -141,9 +141,8 @@ def _search_ways(
         best = found[1].result.best
         if best is not None and not best.is_tight and not any(way.allow for way in ways):
             continue
-        pinned = question.policy.replace(pins=question.policy.pins | join_pins(ways))
         try:
-            outcome = _search_precisions(replace(question, policy=pinned), estimator, counts, notice)
+            outcome = _search_precisions(_pin_ways(question, ways), estimator, counts, notice)
         except TrimtabError:
             # The job cannot use this way, as a model without frozen layers cannot store them in 4 bits.
             continue
@@ -154,6 +153,11 @@ def _search_ways(
         if best is None or has_room or _is_clearly_better(other, best, question.policy):
             found = ways, outcome
     return found
+
+
+def _pin_ways(question: PlanQuestion, ways: tuple[WayToFit, ...]) -> PlanQuestion:
+    """Return the question about settings that use the ways."""
+    return replace(question, policy=question.policy.replace(pins=question.policy.pins | join_pins(ways)))
 
 
 WORTH_A_CHANGE = 0.02
@@ -180,12 +184,19 @@ def _explain_ways(used: tuple[WayToFit, ...], policy: Policy) -> list[Reason]:
         ]
     ways = read_ways(policy.pins)
     reasons += [
-        Reason(subject=key, value=str(value), why="pinned") for key, value in ways.items() if key in REASONED
+        Reason(subject=key, value=_format_way(value), why="pinned")
+        for key, value in ways.items()
+        if key in REASONED
     ]
     return reasons
 
 
-REASONED = ("base", "loss", "optimizer_rule")
+def _format_way(value: object) -> str:
+    """Return the value of a field as users type it; several words are separated by commas."""
+    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+REASONED = ("base", "loss", "offload", "optimizer_rule")
 """Fields of a setting that get a reason only if they are not as usual."""
 
 
@@ -535,7 +546,9 @@ def _make_no_plan_error(
     if _has_only_failures(result):
         # Every strategy failed. A failure of the plainest setting is most likely the job's own.
         return _try_plainest(space, estimator) or next(iter(result.failed.values()))[1]
-    return make_nothing_fits(question.workload, question.cluster, space, result, estimator)
+    return make_nothing_fits(
+        question.job, question.workload, question.cluster, space=space, result=result, estimator=estimator
+    )
 
 
 def _make_too_late_error(question: PlanQuestion, best: Evaluation) -> NothingFits:

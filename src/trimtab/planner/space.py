@@ -11,10 +11,16 @@ from trimtab.errors import WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
 from trimtab.planner.estimator_interface import Layout, available_bytes
-from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, find_contradictions, read_ways
+from trimtab.planner.pins import (
+    NOT_COMPILED_OFFLOADED,
+    NOT_COMPILED_SYNCHRONISED,
+    find_contradictions,
+    read_ways,
+)
 from trimtab.spec import (
     Allocator,
     Mesh,
+    Offload,
     Precision,
     RankPlacement,
     Recompute,
@@ -136,8 +142,11 @@ def make_layout(cluster: Cluster, picks: Picks) -> Layout:
 
 MOST_WORKERS = 8
 """Loader processes per rank: more rarely feed a device faster, and each holds batches in RAM."""
-SEARCHED_RECOMPUTES = [Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE]
-"""Ways of recomputing that a search tries; others can be pinned."""
+TRACED_RECOMPUTES = [Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE]
+"""Ways of recomputing that a search traces."""
+SEARCHED_RECOMPUTES = [*TRACED_RECOMPUTES, *(way for way in Recompute if way.way.is_partial)]
+"""Ways of recomputing that a search tries. If some blocks are recomputed and others are not, their traces
+follow from those with none and with all (`predict.mix_recompute`)."""
 USUAL_WORKERS = 4
 """Loader processes per rank if the number of cores is unknown."""
 WITHOUT_AUTOCAST = (Precision.TF32, Precision.FP32)
@@ -418,8 +427,10 @@ def _list_families(
     precision = pick_precision(layout.cluster.devices, policy, failed)
     recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else SEARCHED_RECOMPUTES
     compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
+    pinned = "recompute" in pins
     ways = len(recomputes) * len(compiles)
     synchronised = bool(pins.get("sync_batchnorm"))
+    ways_of_pins = read_ways(pins)
     if not _can_all_run(layout.cluster.devices, precision):
         refusals.add(f"{precision} is only emulated by {layout.kinds[0]}", ways)
         return
@@ -451,10 +462,20 @@ def _list_families(
         tied = synchronised and layout.gpus > 1
         refusals.add(why_not_compiled, len(recomputes) * (bool(why_not_compiled) and True in compiles))
         refusals.add(NOT_COMPILED_SYNCHRONISED, len(recomputes) * (tied and True in compiles))
-        usable = (
-            [False] if why_not_compiled else [compiled for compiled in compiles if not (compiled and tied)]
+        stored = Offload.ACTIVATIONS in ways_of_pins.get("offload", ())
+        refusals.add(NOT_COMPILED_OFFLOADED, len(recomputes) * (stored and True in compiles))
+        only_eager = bool(why_not_compiled) or stored
+        usable = [False] if only_eager else [compiled for compiled in compiles if not (compiled and tied)]
+        tried = [
+            way
+            for way in recomputes
+            if pinned or not way.way.is_partial or (rules.runs_whole_model and not stored)
+        ]
+        refusals.add(
+            f"recomputing some blocks under {strategy}{' with offloaded activations' * stored}: only by pin",
+            (len(recomputes) - len(tried)) * len(usable),
         )
-        for recompute in recomputes:
+        for recompute in tried:
             for compiled in usable:
                 yield Family(
                     layout=layout,
@@ -463,7 +484,7 @@ def _list_families(
                     precision=precision,
                     recompute=recompute,
                     compile=compiled,
-                    ways=tuple(read_ways(pins).items()),
+                    ways=tuple(ways_of_pins.items()),
                     workers=count_workers(layout, policy),
                     global_batch=workload.global_batch,
                     sync_batchnorm=synchronised,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.cache import MemoryCache, make_key
 from trimtab.catalog.tables import collectives
 from trimtab.predict.fusion import fuse_trace
+from trimtab.predict.host_link import exposed_transfers_s
 from trimtab.predict.memory import gradient_sizes
 from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
@@ -88,7 +89,7 @@ def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
         cost = costs.get(id(work))
         if cost is None:
             launch = _host_seconds(work, host, backward=behind, after=after, compiled=in_graph)
-            if selective and not behind and not in_graph and work.kernels:
+            if selective and work.kind == "call" and not in_graph and not after:
                 launch += facts.selective_s
             cost = costs[id(work)] = launch, _device_seconds(work, pace, facts.gap_s)
         launch, device_s = cost
@@ -171,11 +172,13 @@ class Step(NamedTuple):
     """Collectives that do not overlap with computation."""
     bubble_s: float = 0.0
     """A pipeline stage waiting for other stages, at the beginning and at the end."""
+    offload_s: float = 0.0
+    """Copies between device and host that do not overlap with computation."""
 
     @property
     def total_s(self) -> float:
         """Sum of all parts."""
-        return self.compute_s + self.memory_s + self.launch_s + self.communication_s + self.bubble_s
+        return sum(self)
 
 
 ARITHMETIC_KINDS = {"matrix", "attention", "convolution", "recurrent"}
@@ -189,12 +192,13 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
     links: communication_module.Links,
     *,
     fusing: bool = False,
+    host_bytes_per_s: float | None = None,
 ) -> Step:
     """Return the time of an optimizer step: `accumulation` forward and backward passes, and the optimizer.
 
     If ranks differ, the slowest one determines the time. With `fusing`, a compiled step is guessed from the
     trace of the eager one (`predict.fusion`); a trace through the compiler itself is more accurate, but takes
-    a minute.
+    a minute. `host_bytes_per_s` is the bandwidth between device and host; None: copies take no time.
     """
     if fusing and trace.no_compile_gain:
         fusing, setting = False, setting.replace(compile=False)
@@ -207,7 +211,11 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
         how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
         sums = tuple(gradient_sizes(rank)) if rounds > 1 or setting.mesh.pp > 1 else None
         single = _time_single_device(rank.works, rank.sequence, _backward_bounds(rank), pace, host, how, sums)
-        steps.append(_split_time(single, rounds, _exposed_s(rank, setting, links, single), host.step))
+        step = _split_time(single, rounds, _exposed_s(rank, setting, links, single), host.step)
+        copied = exposed_transfers_s(
+            rank, host_bytes_per_s, forward_s=single.forward_s, backward_s=single.backward_s
+        )
+        steps.append(step._replace(offload_s=rounds * copied))
         passes.append(single.again_s)
     slowest = max(range(len(steps)), key=lambda number: steps[number].total_s)
     return steps[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from trimtab.errors import CannotFollow
+from trimtab.scripts.bitsandbytes_patches import patch_bitsandbytes
 from trimtab.scripts.compile_patches import patch_compile
 from trimtab.scripts.cuda_patches import act_as_worker, copy_for_worker, patch_cuda_tools
 from trimtab.scripts.file_patches import patch_files
@@ -58,6 +59,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     patch_triton(lambda: observer.recorder)
     hide_fake_tensors()
     patch_generation(observer)
+    patch_bitsandbytes(observer, fake_mode)
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.

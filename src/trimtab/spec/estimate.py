@@ -54,6 +54,8 @@ class StepTime(Noun, frozen=True, kw_only=True):
     """Only communication that does not overlap with computation."""
     input_s: float = 0.0
     bubble_s: float = 0.0
+    offload_s: float = 0.0
+    """Only copies between device and host that do not overlap with computation."""
 
     @property
     def total_s(self) -> float:

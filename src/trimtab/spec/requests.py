@@ -147,7 +147,8 @@ RecomputeName = Annotated[
 BaseName = Annotated[
     str,
     option(
-        "Storage of frozen linear layers: none (as they are), nf4, nf4-double, fp4, fp4-double or int8.",
+        "Storage of frozen linear layers: none (as they are), nf4, nf4-double, fp4, fp4-double, int8 "
+        "(bitsandbytes), nf4-ao or int8-ao (torchao).",
         metavar="FORMAT",
     ),
 ]
@@ -170,9 +171,9 @@ Compile = Annotated[bool, option("Run the model through torch.compile.")]
 OptimizerName = Annotated[
     str,
     option(
-        "Optimizer instead of the job's own (adamw, adamw8bit, paged-adamw8bit, paged-adamw, lion, lion8bit, "
-        "adamw8bit-ao, adamw4bit, adamw-fp8, adafactor, muon, sgd), or the implementation of the job's own: "
-        "fused, foreach or plain."
+        "Optimizer instead of the job's own (adamw, adamw-bf16, adamw8bit, paged-adamw8bit, paged-adamw, "
+        "lion, lion8bit, adamw8bit-ao, adamw4bit, adamw-fp8, adafactor, muon, sgd), or the implementation "
+        "of the job's own: fused, foreach or plain."
     ),
 ]
 AllocatorName = Annotated[str, option("Mode of PyTorch's CUDA allocator: default or expandable.")]
@@ -429,7 +430,7 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
         str | Words,
         option(
             "What the plan may change besides its own choices, separated by commas: quantised (frozen layers "
-            "in 4 bits), optimizer (states in 8 bits).",
+            "in 4 bits), optimizer (states in 8 bits), offload (activations in the memory of the host).",
             metavar="WORDS",
         ),
     ] = ""

@@ -16,12 +16,13 @@ KINDS = (
     "gather",
     "optimizer",
     "collective",
+    "transfer",
     "wait",
     "view",
     "call",
 )
-"""Kinds of operations for the time model. In a wait, the host waits for a value; a view and the call of a
-module cost only host time."""
+"""Kinds of operations for the time model. A transfer copies between device and host beside the computation.
+In a wait, the host waits for a value; a view and the call of a module cost only host time."""
 ENTER, LEAVE = "enter", "leave"
 """Names of the calls at the start and end of the model: torch.compile compiles what is between them."""
 GRAPH_ENTER, GRAPH_LEAVE = "enter graph", "leave graph"
@@ -56,7 +57,8 @@ class Work(Noun, frozen=True, kw_only=True):
     dims: tuple[int, ...] = ()
     """matrix: batch, m, n, k, alignment in bytes; convolution: groups, spots, n, k, layout, kernel area;
     attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
-    optimizer: tensors, numbers; others: obstacles, last dimension. See trimtab.trace.op_cost."""
+    optimizer: tensors, numbers; others: obstacles, last dimension. See trimtab.trace.op_cost. A transfer
+    has none: it reads bytes of the device on the way to the host, and writes them on the way back."""
     kernels: int = 1
     """Kernel launches; for a recurrent layer, its cells: steps x layers x directions."""
     fresh: bool = False
@@ -135,6 +137,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     """Bytes that a pipeline stage sends to the next one per micro-batch."""
     shared: int = 0
     """Trainable parameters (elements) that all stages of a pipeline hold."""
+    host_sizes: tuple[int, ...] = ()
+    """Bytes of each block of pinned memory on the host when most of it is in use, in order of request."""
     no_compile_gain: str = ""
     """For an eager trace: why torch.compile would not help, or fails; empty if it may help."""
     assumptions: tuple[str, ...] = ()
@@ -143,6 +147,14 @@ class Trace(Noun, frozen=True, kw_only=True):
     def ranks(self) -> tuple[Trace, ...]:
         """Traces of all kinds of ranks, this one first."""
         return (self, *self.beside)
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned memory of the host, in blocks as torch's allocator requests them: powers of two.
+
+        Without the setting pinned_max_round_threshold_mb, a block of 448 MiB takes 512 MiB.
+        """
+        return sum(1 << (size - 1).bit_length() for size in self.host_sizes if size)
 
     def faults(self) -> list[str]:
         """Check that columns have the same length and every number in `order` exists."""

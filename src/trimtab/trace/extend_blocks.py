@@ -289,6 +289,7 @@ class _Extension:
             parameters=self._extrapolate(few.parameters, more.parameters),
             trainable=self._extrapolate(few.trainable, more.trainable),
             recomputed=self._recomputed(),
+            host_sizes=_repeat_insertion(few.host_sizes, more.host_sizes, self.extra),
         )
 
     def _extrapolate(self, few: int, more: int) -> int:
@@ -507,6 +508,21 @@ class _Extension:
         if not same or few.assumptions != more.assumptions:
             raise BlocksDiffer("what was said of the two differs")
         return counted(more.recomputed, self.traced, self.traced + self.extra)
+
+
+def _repeat_insertion(few: tuple[int, ...], more: tuple[int, ...], extra: int) -> tuple[int, ...]:
+    """Return `more` with `extra` more copies of what it has beyond `few`.
+
+    >>> _repeat_insertion((1, 2, 3, 9), (1, 2, 3, 2, 3, 9), 2)
+    (1, 2, 3, 2, 3, 2, 3, 2, 3, 9)
+    """
+    length = len(more) - len(few)
+    begin = next(
+        (at for at, sizes in enumerate(zip(few, more, strict=False)) if sizes[0] != sizes[1]), len(few)
+    )
+    if length < 0 or few != (*more[:begin], *more[begin + length :]):
+        raise BlocksDiffer("copies on the host are no repetition")
+    return (*more[: begin + length], *more[begin : begin + length] * extra, *more[begin + length :])
 
 
 def _extend_works(

@@ -331,6 +331,9 @@ class FakeStream:
     count = 0
     current = 0
     """Number of the current stream; 0 is the default stream."""
+    current_part = ""
+    """Purpose of the memory of the current stream; empty if it is communication."""
+    part = ""
 
     def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
         self.device = torch.device("cuda", 0)
@@ -338,14 +341,15 @@ class FakeStream:
             FakeStream.count += 1
             number = FakeStream.count
         self.stream_id = self.cuda_stream = number
-        self._previous = 0
+        self._previous = (0, "")
 
     def __enter__(self) -> Self:
-        self._previous, FakeStream.current = FakeStream.current, self.stream_id
+        self._previous = FakeStream.current, FakeStream.current_part
+        FakeStream.current, FakeStream.current_part = self.stream_id, self.part
         return self
 
     def __exit__(self, *_: object) -> None:
-        FakeStream.current = self._previous
+        FakeStream.current, FakeStream.current_part = self._previous
 
     def is_capturing(self) -> bool:
         """Return False: no graph is being captured."""

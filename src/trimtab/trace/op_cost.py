@@ -125,6 +125,8 @@ def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
     results = _list_tensors(out)
     if not any(_is_on_device(tensor) for tensor in (*inputs, *results)):
         return None
+    if name in COPIES and (transfer := _describe_transfer(name, args, kwargs, out)) is not None:
+        return transfer
     if name in WAIT_OPS:
         return Work(op=name, kind="wait", dtype="", read_bytes=sum(map(count_bytes, inputs)))
     if any(map(is_sparse, (*inputs, *results))):
@@ -144,6 +146,29 @@ def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
     if "_foreach_" in name or "_fused_" in name or "_amp_foreach" in name:
         return _describe_multi_tensor(name, args, inputs, results, written)
     return _describe_elementwise(name, args, inputs, results, written)
+
+
+COPIES = {"aten::copy_", "aten::_to_copy"}
+"""Operations that may copy between device and host."""
+NON_BLOCKING = 2
+"""Place of the argument non_blocking of aten::copy_."""
+
+
+def _describe_transfer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work | None:
+    """Return the work of a copy between device and host that nobody waits for; None for another copy."""
+    waits = not (kwargs.get("non_blocking") or (len(args) > NON_BLOCKING and args[NON_BLOCKING]))
+    source = args[1] if name == "aten::copy_" else args[0]
+    if waits or not isinstance(source, torch.Tensor) or _is_on_device(source) == _is_on_device(out):
+        return None
+    moved, outward = count_bytes(source), _is_on_device(source)
+    return Work(
+        op=name,
+        kind="transfer",
+        dtype="",
+        read_bytes=moved if outward else 0,
+        write_bytes=0 if outward else moved,
+        kernels=0,
+    )
 
 
 def _low_bit_flops(args: tuple[Any, ...]) -> int:

@@ -58,6 +58,10 @@ pass of all."""
 
 
 GATHERED_WIDE = "fp8: ranks gather weights in 16 bits; trimtab does not gather them in 8 bits"
+NOTHING_MOVED = (
+    "offload: no activation goes to the host; those of the last operations, small ones and those of code "
+    "outside of the model stay on the GPU"
+)
 LONGEST_NOTE = "memory is that of longest(), the longest batch of the job; time is that of batch()"
 
 
@@ -127,7 +131,7 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         built = _BuiltModel(job, model, request, recorder, rank)
         trace = None
         # A pipeline stage has only some of the blocks: they are all traced. So are they if they differ.
-        are_alike = rank.stage is None and request.setting.recompute.way.every <= 1
+        are_alike = rank.stage is None and not request.setting.recompute.way.is_partial
         if how != WHOLE and are_alike and not recorder.uses_compile and not request.setting.compile:
             trace = _trace_by_few_blocks(built, check=how == CHECKED, timeout_s=timeout_s)
         if trace is not None:
@@ -342,12 +346,15 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     if longest:
         _record_usual_step(built, state)
     recorder.records_work = False
+    if state.offload is not None and not state.offload.peak_sizes:
+        recorder.kernels.assume(NOTHING_MOVED)
     lost_compiled = _lost_by_compiling(state, batch, recorder)
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in state.model.parameters()]
     return {
         "parameters": sum(count for count, _ in sizes),
         "trainable": sum(count for count, learns in sizes if learns),
         "recomputed": state.recomputed,
+        "host_sizes": () if state.offload is None else state.offload.peak_sizes,
         "part": rank.number,
         "rank": rank.words,
         "lost_compiled": lost_compiled,
