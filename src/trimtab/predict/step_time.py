@@ -148,14 +148,14 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
         return 0.0 if compiled else host.call_s
     if work.kind == "wait":
         return host.wait_s
+    pieces = (host.step.pieces_of(work.op) - 1) * host.step.piece_s
     if work.kind == "optimizer":
-        return host.forward_s + work.dims[0] * host.tensor_s if work.dims else host.forward_s
+        return host.forward_s + pieces + (work.dims[0] * host.tensor_s if work.dims else 0.0)
     if after:
         return host.plain_s
     weighing = host.step.fresh_s if work.fresh else 0.0
     if compiled:
         return host.compiled_s + weighing
-    pieces = (host.step.pieces_of(work.op) - 1) * host.step.piece_s
     return (host.backward_s if backward else host.forward_s) + pieces + weighing
 
 
@@ -344,7 +344,9 @@ def _gradient_add(size: int) -> Work:
 
 def model_flops(trace: Trace) -> int:
     """Return the FLOPs of one forward and backward pass on one rank, without recomputation."""
-    return sum(trace.works[number].flops for number in trace.sequence) - trace.recomputed_flops
+    # Updates count instructions instead of FLOPs.
+    counts = [0 if work.kind == "optimizer" else work.flops for work in trace.works]
+    return sum(counts[number] for number in trace.sequence) - trace.recomputed_flops
 
 
 def device_flops(trace: Trace, setting: Setting) -> float:
