@@ -147,7 +147,8 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
     if work.kind == "call":
         return 0.0 if compiled else host.call_s
     if work.kind == "wait":
-        return host.wait_s
+        # Waiting alone copies no number to the host.
+        return host.plain_s if work.op == WAIT_ONLY else host.wait_s
     pieces = (host.step.pieces_of(work.op) - 1) * host.step.piece_s
     if work.kind == "optimizer":
         return host.forward_s + pieces + (work.dims[0] * host.tensor_s if work.dims else 0.0)
@@ -181,6 +182,8 @@ class Step(NamedTuple):
         return sum(self)
 
 
+WAIT_ONLY = "trimtab::wait_for_device"
+"""torch.cuda.synchronize, as updates of bitsandbytes call it."""
 ARITHMETIC_KINDS = {"matrix", "attention", "convolution", "recurrent"}
 
 
