@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 Number = int | Fraction
 EQUAL_FIELDS = ("marks", "streams", "parts", "recomputed", "phases", "part")
 """Fields that are equal in all traces of one program."""
-MIXED_FIELDS = ("recomputed_flops", "parameters", "trainable", "kept_bytes", "handed_bytes")
+MIXED_FIELDS = (
+    "recomputed_flops",
+    "parameters",
+    "trainable",
+    "kept_bytes",
+    "handed_bytes",
+    "host_state_bytes",
+)
 """Totals of a trace that are mixed in the same way as sizes."""
 TOLERANCE = 0.001
 MAX_COLUMNS = 64
@@ -89,6 +96,9 @@ def _mix_traces(traces: tuple[Trace, ...], mix: Callable[..., int]) -> Trace:
         works=works,
         sequence=sequence,
         **{name: mix(*(getattr(trace, name) for trace in traces)) for name in MIXED_FIELDS},
+        pinned_sizes=tuple(
+            mix(*sizes) for sizes in zip(*(trace.pinned_sizes for trace in traces), strict=True)
+        ),
         beside=tuple(
             _mix_traces(each, mix) for each in zip(*(trace.beside for trace in traces), strict=True)
         ),
@@ -119,6 +129,7 @@ def has_same_program(trace: Trace, other: Trace) -> bool:
         and _sort_frees(trace.order, _phase_starts(trace)) == _sort_frees(other.order, _phase_starts(other))
         and _formulas(trace) == _formulas(other)
         and _work_kinds(trace) == _work_kinds(other)
+        and len(trace.pinned_sizes) == len(other.pinned_sizes)
         and len(trace.beside) == len(other.beside)
         and all(map(has_same_program, trace.beside, other.beside))
     )

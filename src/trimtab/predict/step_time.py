@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.cache import MemoryCache, make_key
 from trimtab.catalog.tables import collectives
 from trimtab.predict.fusion import fuse_trace
+from trimtab.predict.host_memory import offload_s
 from trimtab.predict.memory import gradient_sizes
 from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
@@ -171,11 +172,13 @@ class Step(NamedTuple):
     """Collectives that do not overlap with computation."""
     bubble_s: float = 0.0
     """A pipeline stage waiting for other stages, at the beginning and at the end."""
+    offload_s: float = 0.0
+    """Copies between device and host that do not overlap with computation, and an optimizer on the CPU."""
 
     @property
     def total_s(self) -> float:
         """Sum of all parts."""
-        return self.compute_s + self.memory_s + self.launch_s + self.communication_s + self.bubble_s
+        return sum(self)
 
 
 ARITHMETIC_KINDS = {"matrix", "attention", "convolution", "recurrent"}
@@ -207,7 +210,16 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
         how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
         sums = tuple(gradient_sizes(rank)) if rounds > 1 or setting.mesh.pp > 1 else None
         single = _time_single_device(rank.works, rank.sequence, _backward_bounds(rank), pace, host, how, sums)
-        steps.append(_split_time(single, rounds, _exposed_s(rank, setting, links, single), host.step))
+        step = _split_time(single, rounds, _exposed_s(rank, setting, links, single), host.step)
+        hidden = collectives().overlapped
+        added = offload_s(
+            rank,
+            setting,
+            links,
+            hidden_forward_s=hidden * single.forward_s,
+            hidden_backward_s=hidden * single.backward_s,
+        )
+        steps.append(step._replace(offload_s=added))
         passes.append(single.again_s)
     slowest = max(range(len(steps)), key=lambda number: steps[number].total_s)
     return steps[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))

@@ -135,6 +135,10 @@ class Trace(Noun, frozen=True, kw_only=True):
     """Bytes that a pipeline stage sends to the next one per micro-batch."""
     shared: int = 0
     """Trainable parameters (elements) that all stages of a pipeline hold."""
+    pinned_sizes: tuple[int, ...] = ()
+    """Bytes of each offloaded weight and gradient in pinned memory of the host, in the order of weights."""
+    host_state_bytes: int = 0
+    """Bytes of offloaded optimizer states, which are not pinned."""
     no_compile_gain: str = ""
     """For an eager trace: why torch.compile would not help, or fails; empty if it may help."""
     assumptions: tuple[str, ...] = ()
@@ -143,6 +147,14 @@ class Trace(Noun, frozen=True, kw_only=True):
     def ranks(self) -> tuple[Trace, ...]:
         """Traces of all kinds of ranks, this one first."""
         return (self, *self.beside)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory of offloaded weights and gradients: torch rounds each block up to a power of two.
+
+        A block of 448 MiB takes 512 MiB.
+        """
+        return sum(1 << (size - 1).bit_length() for size in self.pinned_sizes if size)
 
     def faults(self) -> list[str]:
         """Check that columns have the same length and every number in `order` exists."""
