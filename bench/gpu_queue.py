@@ -46,6 +46,7 @@ from trimtab.spec import (  # noqa: E402
     Setting,
     Strategy,
 )
+from trimtab.spec.setting import read_offload  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,6 +83,7 @@ class QueuedCase:
     rule: str = "job"
     """The optimizer."""
     loss: str = "whole"
+    offload: str = "none"
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
     framework: a training with another framework and our callback, where `job` names the framework."""
@@ -116,6 +118,7 @@ class QueuedCase:
             base=BaseFormat(self.base),
             optimizer_rule=OptimizerRule(self.rule),
             loss=LossForm(self.loss),
+            offload=read_offload(self.offload),
         )
 
 
@@ -442,9 +445,26 @@ def _float8() -> list[QueuedCase]:
     return [*decoders[:2], mlps[0], *decoders[2:], mlps[1]]
 
 
+def _offloads() -> list[QueuedCase]:
+    """Activations on the host, with and without recomputation: only block inputs are moved with it."""
+    return [
+        QueuedCase(f"offload-{words}-{size}-{recompute}-{precision}-b{micro}", FIT, micro, options,
+                   precision=precision, recompute=recompute, offload=words)
+        for size, options, micro, precision, recompute, words in (
+            ("8b4", FP8_8B, 4, "bf16-true", "none", "activations"),
+            ("1b8", FP8_1B, 4, "bf16-true", "full", "activations"),
+            ("8b4", FP8_8B, 4, "bf16-true", "full", "activations"),
+            ("1b8", FP8_1B, 4, "bf16-true", "none", "activations"),
+            ("1b8", FP8_1B, 4, "bf16", "none", "activations"),
+            ("8b4", FP8_8B, 4, "bf16-true", "none", "none"),
+            ("1b8", FP8_1B, 4, "bf16-true", "none", "none"),
+        )
+    ]  # fmt: skip
+
+
 def _ways_to_fit() -> list[QueuedCase]:
     """The most informative of each kind first."""
-    kinds = [_bases(), _optimizers(), _losses(), _recomputes(), _float8()]
+    kinds = [_bases(), _optimizers(), _losses(), _recomputes(), _float8(), _offloads()]
     longest = max(map(len, kinds))
     return [cases[place] for place in range(longest) for cases in kinds if place < len(cases)]
 

@@ -733,7 +733,7 @@ def describe_host(host: HostMemory) -> str:
     """Return the host memory of a job that offloads, in words."""
     capacity = "" if host.capacity_bytes is None else f" of {format_bytes(host.capacity_bytes)}"
     return (
-        f"host memory: {format_bytes(host.node_bytes)}{capacity} per node; {format_bytes(host.rank_bytes)} "
+        f"{format_bytes(host.node_bytes)}{capacity} per node; {format_bytes(host.rank_bytes)} "
         f"per process, of them pinned {format_bytes(host.pinned_bytes)}"
     )
 
@@ -951,7 +951,7 @@ def render_plan(plan: Plan) -> RenderableType:
         *(
             []
             if plan.estimate.host is None
-            else [Padding(Text(describe_host(plan.estimate.host)), (0, 0, 0, 1))]
+            else [Padding(Text(f"host memory: {describe_host(plan.estimate.host)}"), (0, 0, 0, 1))]
         ),
         Text(),
         Padding(_render_reasons(plan), (0, 0, 0, 1), expand=False),

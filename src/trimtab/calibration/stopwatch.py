@@ -23,7 +23,7 @@ short kernels would be timed at the host's speed."""
 AIM_S = 1.5e-3
 """Each operation is repeated for about this many seconds."""
 MOST_REPEATS = 40
-UNTIMED = {"wait", "view", "call", "collective"}
+UNTIMED = {"wait", "view", "call", "collective", "transfer"}
 
 
 class Stopwatch(TorchDispatchMode):

@@ -94,6 +94,22 @@ class CollectivesRow(Row, frozen=True, kw_only=True):
     overlapped: float
 
 
+class HostRow(Row, frozen=True, kw_only=True):
+    """Copies between a device and its host; the comments of links.toml explain each key."""
+
+    usable_share: float
+    unknown_bytes_per_s: float
+    lanes: int
+
+
+class HostLinkRow(Row, frozen=True, kw_only=True):
+    """The link between some devices and their host, if it is not PCIe."""
+
+    name: str
+    devices: tuple[str, ...]
+    gbs: float
+
+
 class MfuRow(Row, frozen=True, kw_only=True):
     """MFU of published runs of a kind of model, in percent."""
 
@@ -177,6 +193,18 @@ def fabrics() -> tuple[FabricRow, ...]:
 def collectives() -> CollectivesRow:
     """Return the speed of collectives over any link."""
     return msgspec.convert(_load_toml("links.toml")["collectives"], CollectivesRow)
+
+
+@cache
+def host_copies() -> HostRow:
+    """Return the speed of copies between a device and its host."""
+    return msgspec.convert(_load_toml("links.toml")["host"], HostRow)
+
+
+@cache
+def host_links() -> tuple[HostLinkRow, ...]:
+    """Return the links between devices and their host that are not PCIe."""
+    return msgspec.convert(_load_toml("links.toml")["host_link"], tuple[HostLinkRow, ...])
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trimtab.engine.activation_offload import enable_activation_offload
 from trimtab.engine.branches import compute_branch_loss
 from trimtab.engine.build import EntryPoints, build_model, find_entries, make_batch
 from trimtab.engine.chunked_loss import apply_loss_form
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from trimtab.engine.activation_offload import ActivationOffload
     from trimtab.engine.fsdp import FillTensor
     from trimtab.engine.optimizer import NamedOptimizer
     from trimtab.engine.pipeline_stage import TracedStage
@@ -74,6 +76,8 @@ class ArrangedModel:
     """Methods and submodules that loss() calls besides the model."""
     statistics: SharedStatistics | None = None
     """State shared by synchronised BatchNorm layers; None if there are none."""
+    offload: ActivationOffload | None = None
+    """Holds activations on the host; None if they stay on the device."""
 
 
 @dataclass(kw_only=True)
@@ -191,7 +195,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
             in that group; by default all ranks sum all parameters.
         mid_backward: called whenever a gradient arrives.
     """
-    _refuse_offload(setting)
+    refuse_state_offload(setting)
     strategy = strategy_of(setting)
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
@@ -202,6 +206,10 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     convert_linear_layers(model, setting.dtypes, device)
     apply_loss_form(model, setting.loss)
     recomputed = enable_recompute(model, setting.recompute)
+    entries = entries or EntryPoints()
+    offload = None
+    if Offload.ACTIVATIONS in setting.offload:
+        offload = enable_activation_offload(model, entries, device, compiled=setting.compile)
     if install_stage is not None:
         # Blocks of other stages are never on this device.
         install_stage(model)
@@ -209,7 +217,6 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         move_module(model, device, {}, None)
     if equalise is not None and not sharded:
         equalise(model)
-    entries = entries or EntryPoints()
     if sharded:
         shard_model(model, setting, device, fill)
         register_entries(model, entries)
@@ -239,18 +246,8 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         recomputed=tuple(recomputed),
         entries=entries,
         statistics=statistics,
+        offload=offload,
     )
-
-
-def _refuse_offload(setting: Setting) -> None:
-    """Raise if a setting offloads what trimtab cannot offload."""
-    refuse_state_offload(setting)
-    if Offload.ACTIVATIONS in setting.offload:
-        raise WrongUse(
-            "offload of activations",
-            found="trimtab neither predicts nor runs it yet",
-            cure="Leave it out, or use --base, --loss chunked or --recompute full to save memory.",
-        )
 
 
 def register_entries(model: nn.Module, entries: EntryPoints) -> None:

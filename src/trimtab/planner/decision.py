@@ -177,12 +177,19 @@ def _explain_ways(used: tuple[WayToFit, ...], policy: Policy) -> list[Reason]:
         ]
     ways = read_ways(policy.pins)
     reasons += [
-        Reason(subject=key, value=str(value), why="pinned") for key, value in ways.items() if key in REASONED
+        Reason(subject=key, value=_format_way(value), why="pinned")
+        for key, value in ways.items()
+        if key in REASONED
     ]
     return reasons
 
 
-REASONED = ("base", "loss", "optimizer_rule")
+def _format_way(value: object) -> str:
+    """Return the value of a field as users type it; several words are separated by commas."""
+    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+REASONED = ("base", "loss", "offload", "optimizer_rule")
 """Fields of a setting that get a reason only if they are not as usual."""
 
 

@@ -19,8 +19,9 @@ from trimtab.predict.calibration import find_speed
 from trimtab.predict.capacity import judge_fully
 from trimtab.predict.derive import derive_trace
 from trimtab.predict.estimate import estimate_trace as judge
+from trimtab.predict.host_link import find_host_link
 from trimtab.predict.memory import add_accumulation
-from trimtab.spec import PARTS, Allocator, Estimate, Recompute
+from trimtab.spec import PARTS, Allocator, Estimate, Offload, Recompute
 from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
 from trimtab.strategies import one_micro_batch, one_replica, strategy_of
 
@@ -41,7 +42,7 @@ STATIC_SLACK = 0.98
 EVENNESS = 0.95
 """A sample takes at least this share of its time at the largest traced micro-batch. Larger micro-batches are
 faster per sample, except for the last wave of blocks on the multiprocessors."""
-NOT_COMPUTE = ("collective", "wait")
+NOT_COMPUTE = ("collective", "transfer", "wait")
 """Kinds of operations that a bound on compute time leaves out."""
 UNUSED = frozenset({"workers", "shares"})
 """Fields of a Setting that no estimate depends on."""
@@ -59,7 +60,13 @@ def compute_step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibrat
         return None
     links = communication.find_links(layout.cluster, setting.gpus)
     return step_time.estimate_step(
-        trace, setting, speed.pace, speed.host, links, fusing=setting.compile
+        trace,
+        setting,
+        speed.pace,
+        speed.host,
+        links,
+        fusing=setting.compile,
+        host_bytes_per_s=find_host_link(layout.device).bytes_per_s,
     ).total_s
 
 
@@ -322,7 +329,9 @@ class TraceEstimator:
         samples alone; and all take at least the time of the operations at the peak rate of the device. If a
         rank runs only a part of the model, its strategy gives the bound from the whole model.
         """
-        none = setting.replace(recompute=Recompute.NONE)
+        # Activations on the host take longer to copy if more of them are stored.
+        is_slower = Offload.ACTIVATIONS not in setting.offload
+        none = setting.replace(recompute=Recompute.NONE) if is_slower else setting
         without = known_time(none, layout) if none != setting else None
         above = max(self._bound_by_larger(either, layout) for either in (setting, none))
         strategy = strategy_of(setting)
@@ -466,7 +475,8 @@ def _store_minimum(times: dict[str, float], key: str, seconds: float) -> None:
 
 def _rate_key(setting: Setting, device: Device) -> str:
     """Return the key of a rate: all that the time of a sample depends on, except the micro-batch."""
-    return f"{_peak_key(setting, device)} {setting.recompute} {setting.compile}"
+    moved = Offload.ACTIVATIONS in setting.offload
+    return f"{_peak_key(setting, device)} {setting.recompute} {setting.compile} {moved}"
 
 
 def _peak_key(setting: Setting, device: Device) -> str:
@@ -475,7 +485,8 @@ def _peak_key(setting: Setting, device: Device) -> str:
 
 def _stored_key(setting: Setting) -> str:
     """Return the key of the static memory of a whole model: all that it depends on."""
-    kept = " ".join(setting.offload)
+    # Activations are no part of it.
+    kept = " ".join(word for word in setting.offload if word is not Offload.ACTIVATIONS)
     return f"{setting.precision} {setting.base} {setting.optimizer_rule} {kept}".strip()
 
 

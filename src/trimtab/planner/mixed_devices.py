@@ -15,7 +15,7 @@ from trimtab.planner.estimator_interface import Layout, available_bytes
 from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, read_ways
 from trimtab.planner.search import Evaluation
 from trimtab.planner.space import SEARCHED_RECOMPUTES, can_run, count_workers
-from trimtab.spec import Allocator, Precision, Recompute, Rejection, Setting
+from trimtab.spec import Allocator, Offload, Precision, Recompute, Rejection, Setting
 from trimtab.strategies import strategy_by_speed
 
 if TYPE_CHECKING:
@@ -71,9 +71,10 @@ def _explain_unfit(space: Space, layout: Layout) -> str:
 def _search_layout(space: Space, estimator: Estimator, layout: Layout) -> Iterator[Evaluation]:
     pins = space.policy.pins
     recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else SEARCHED_RECOMPUTES
+    stored = Offload.ACTIVATIONS in read_ways(pins).get("offload", ())
     for recompute in recomputes:
         compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
-        for compiled in [False] if pins.get("sync_batchnorm") else compiles:
+        for compiled in [False] if pins.get("sync_batchnorm") or stored else compiles:
             for allocator in space.allocators:
                 shares = _ShareSearch(space, estimator, layout, recompute, compiled, allocator)
                 try:

@@ -9,6 +9,7 @@ from trimtab.spec import (
     Allocator,
     BaseFormat,
     LossForm,
+    Offload,
     OptimizerImplementation,
     OptimizerRule,
     Precision,
@@ -52,6 +53,9 @@ BOOLEANS = {
 NOT_COMPILED_SYNCHRONISED = (
     "sync_batchnorm with compile on several GPUs: every BatchNorm layer waits for the other ranks, which a "
     "compiled graph cannot do and survive an out-of-memory of one of them"
+)
+NOT_COMPILED_OFFLOADED = (
+    "compile with activations on the host: compiled code decides itself which activations it stores"
 )
 
 Pins = dict[str, str | int | bool]
@@ -158,6 +162,8 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
         )
     if strategy is not None:
         wrong += strategy.pin_conflicts(pins, available, len(workload.branches))
+    if pins.get("compile") and Offload.ACTIVATIONS in read_ways(pins).get(OFFLOAD, ()):
+        wrong.append((NOT_COMPILED_OFFLOADED, "leave one of the two out"))
     return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)
 
 

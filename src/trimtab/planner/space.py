@@ -12,10 +12,16 @@ from trimtab.errors import WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
 from trimtab.planner.estimator_interface import Layout, available_bytes
-from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, find_contradictions, read_ways
+from trimtab.planner.pins import (
+    NOT_COMPILED_OFFLOADED,
+    NOT_COMPILED_SYNCHRONISED,
+    find_contradictions,
+    read_ways,
+)
 from trimtab.spec import (
     Allocator,
     Mesh,
+    Offload,
     Precision,
     RankPlacement,
     Recompute,
@@ -422,6 +428,7 @@ def _list_families(
     compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
     ways = len(recomputes) * len(compiles)
     synchronised = bool(pins.get("sync_batchnorm"))
+    ways_of_pins = read_ways(pins)
     if not _can_all_run(layout.cluster.devices, precision):
         refusals.add(f"{precision} is only emulated by {layout.kinds[0]}", ways)
         return
@@ -454,9 +461,10 @@ def _list_families(
         tied = synchronised and layout.gpus > 1
         refusals.add(why_not_compiled, len(recomputes) * (bool(why_not_compiled) and True in compiles))
         refusals.add(NOT_COMPILED_SYNCHRONISED, len(recomputes) * (tied and True in compiles))
-        usable = (
-            [False] if why_not_compiled else [compiled for compiled in compiles if not (compiled and tied)]
-        )
+        stored = Offload.ACTIVATIONS in ways_of_pins.get("offload", ())
+        refusals.add(NOT_COMPILED_OFFLOADED, len(recomputes) * (stored and True in compiles))
+        only_eager = bool(why_not_compiled) or stored
+        usable = [False] if only_eager else [compiled for compiled in compiles if not (compiled and tied)]
         for recompute in recomputes:
             for compiled in usable:
                 yield Family(
@@ -466,7 +474,7 @@ def _list_families(
                     precision=precision,
                     recompute=recompute,
                     compile=compiled,
-                    ways=tuple(read_ways(pins).items()),
+                    ways=tuple(ways_of_pins.items()),
                     workers=count_workers(layout, policy),
                     global_batch=workload.global_batch,
                     sync_batchnorm=synchronised,

@@ -1,7 +1,8 @@
 """Ways to use less memory that change more than the plan's own choices, and what each would buy.
 
 A loss in pieces computes the same numbers, so a plan uses it where nothing else fits. The others change
-results: a plan uses them if the policy allows them, and otherwise only says what they would buy.
+results, or take memory of the host and time: a plan uses them if the policy allows them, and otherwise only
+says what they would buy.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ class WayToFit:
     """Word of --allow; empty if a plan may always use it."""
     is_large: Callable[[Footprint], bool] = field(hash=False)
     """Whether the part that it shrinks is large."""
+    compiles: bool = True
+    """Whether it works with torch.compile."""
 
     def is_free(self, pins: Mapping[str, object]) -> bool:
-        """Whether the user has not decided this already."""
-        return not self.pins.keys() & pins.keys()
+        """Whether the user has not decided this already, and nothing that excludes it."""
+        return not self.pins.keys() & pins.keys() and (self.compiles or not pins.get("compile"))
 
     @property
     def typed(self) -> str:
@@ -84,6 +87,13 @@ WAYS = (
         pins={"offload": "params,optimizer"},
         allow="offload",
         is_large=lambda parts: parts.optimizer + parts.weights > LARGE * _total(parts),
+    ),
+    WayToFit(
+        name="activations on the host",
+        pins={"offload": "activations"},
+        allow="offload",
+        is_large=lambda parts: parts.activations > LARGE * _total(parts),
+        compiles=False,
     ),
 )
 ALLOWED = tuple(dict.fromkeys(way.allow for way in WAYS if way.allow))
@@ -142,7 +152,7 @@ def list_relevant(best: Evaluation, policy: Policy) -> list[WayToFit]:
 
 def change_setting(setting: Setting, way: WayToFit) -> Setting:
     """Return a setting with a way."""
-    return setting.replace(**read_ways(way.pins))
+    return setting.replace(compile=setting.compile and way.compiles, **read_ways(way.pins))
 
 
 def compare_ways(before: Estimate, after: Estimate) -> str:

@@ -20,8 +20,6 @@ class Links(NamedTuple):
     """The same between nodes, per device: every GPU has a network port, or a share of its node's."""
     per_node: int
     nodes: int
-    host_link: float = 25e9
-    """Bytes per second, each way, between a device and the memory of its host."""
     host_memory: float = 50e9
     """Bytes per second that the optimizer of one process reads and writes in the memory of its host."""
 
@@ -63,34 +61,14 @@ def find_links(cluster: Cluster, gpus: int) -> Links:
         between=min((speed for speed in between if speed), default=collectives().unknown_bytes_per_s),
         per_node=min(per_node, gpus),
         nodes=nodes,
-        host_link=_host_link_bytes_per_s(cluster),
         host_memory=_host_memory_bytes_per_s(cluster, min(per_node, gpus)),
     )
 
 
-PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""One way, of one lane, by PCIe generation."""
-PCIE_SHARE = 0.8
-"""Share of it that copies of pinned memory reach. Assumed, not measured."""
-USUAL_PCIE = 4, 16
-"""Generation and lanes of a device if they are unknown."""
 HOST_BYTES_PER_S = 100e9
 """What an optimizer reads and writes in the memory of a node, in all processes. Assumed, not measured."""
 CORE_BYTES_PER_S = 8e9
 """The most of it that one core reaches. Assumed, not measured."""
-
-
-def _host_link_bytes_per_s(cluster: Cluster) -> float:
-    """Return the bandwidth of PCIe of the slowest device."""
-    generation, lanes = USUAL_PCIE
-    return PCIE_SHARE * min(
-        (
-            PCIE_LANE_BYTES_PER_S.get(device.pcie_generation or generation, PCIE_LANE_BYTES_PER_S[4])
-            * (device.pcie_width or lanes)
-            for device in cluster.devices
-        ),
-        default=PCIE_LANE_BYTES_PER_S[generation] * lanes,
-    )
 
 
 def _host_memory_bytes_per_s(cluster: Cluster, ranks: int) -> float:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 Number = int | Fraction
+MIXED_COLUMNS = ("host_sizes", "pinned_sizes")
+"""Sizes besides those of the device, mixed entry by entry."""
 EQUAL_FIELDS = ("marks", "streams", "parts", "recomputed", "phases", "part")
 """Fields that are equal in all traces of one program."""
 MIXED_FIELDS = (
@@ -96,9 +98,12 @@ def _mix_traces(traces: tuple[Trace, ...], mix: Callable[..., int]) -> Trace:
         works=works,
         sequence=sequence,
         **{name: mix(*(getattr(trace, name) for trace in traces)) for name in MIXED_FIELDS},
-        pinned_sizes=tuple(
-            mix(*sizes) for sizes in zip(*(trace.pinned_sizes for trace in traces), strict=True)
-        ),
+        **{
+            name: tuple(
+                mix(*sizes) for sizes in zip(*(getattr(trace, name) for trace in traces), strict=True)
+            )
+            for name in MIXED_COLUMNS
+        },
         beside=tuple(
             _mix_traces(each, mix) for each in zip(*(trace.beside for trace in traces), strict=True)
         ),
@@ -129,7 +134,7 @@ def has_same_program(trace: Trace, other: Trace) -> bool:
         and _sort_frees(trace.order, _phase_starts(trace)) == _sort_frees(other.order, _phase_starts(other))
         and _formulas(trace) == _formulas(other)
         and _work_kinds(trace) == _work_kinds(other)
-        and len(trace.pinned_sizes) == len(other.pinned_sizes)
+        and all(len(getattr(trace, name)) == len(getattr(other, name)) for name in MIXED_COLUMNS)
         and len(trace.beside) == len(other.beside)
         and all(map(has_same_program, trace.beside, other.beside))
     )

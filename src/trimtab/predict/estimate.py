@@ -9,12 +9,13 @@ from trimtab.catalog.facts import facts_of
 from trimtab.catalog.tables import mfu_references
 from trimtab.predict import communication, step_time
 from trimtab.predict.calibration import find_speed
+from trimtab.predict.host_link import find_host_link
 from trimtab.predict.host_memory import estimate_host, list_host_assumptions
 from trimtab.predict.memory import MemoryPeaks, estimate_memory
 from trimtab.spec import Allocator, Band, Estimate, MfuReference, Recompute, StepTime
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT16
 from trimtab.strategies import strategy_of
-from trimtab.units import MIB
+from trimtab.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from trimtab.catalog.facts import DeviceFacts, MemoryFacts
@@ -129,6 +130,7 @@ def estimate_trace(  # noqa: PLR0913 - a setting, and the device that it runs on
             assumptions=(
                 *trace.assumptions,
                 *rank_notes,
+                *_describe_offload(trace, setting),
                 *_list_assumptions(setting, device, facts),
                 *list_host_assumptions(
                     setting,
@@ -207,7 +209,10 @@ def _estimate_time(  # noqa: PLR0913 - as above
         if cluster is not None
         else communication.Links(1.0, 1.0, 1, 1)
     )
-    parts = step_time.estimate_step(trace, setting, pace.pace, pace.host, among, fusing=fusing)
+    link = find_host_link(device)
+    parts = step_time.estimate_step(
+        trace, setting, pace.pace, pace.host, among, fusing=fusing, host_bytes_per_s=link.bytes_per_s
+    )
     seconds = parts.total_s
     peak = device.peaks.get_rate(setting.dtypes.reference_products) or device.peaks.fp32
     flops = step_time.device_flops(trace, setting)
@@ -235,6 +240,8 @@ def _estimate_time(  # noqa: PLR0913 - as above
             if setting.compile
             else "fp8 without --compile: scaling and casting run as kernels of their own"
         )
+    if setting.offload:
+        notes.append(link.describe())
     notes += strategy_of(setting).time_assumptions
     if not alone:
         notes.append("time: collectives by the bandwidth of the links, not measured")
@@ -258,6 +265,16 @@ def _estimate_time(  # noqa: PLR0913 - as above
         "mfu_reference": usual if mfu is not None else None,
         "hardware_utilization": mfu and mfu * (once + trace.recomputed_flops) / once,
     }, notes
+
+
+def _describe_offload(trace: Trace, setting: Setting) -> list[str]:
+    """Return a note on the memory of the host that activations take."""
+    most = max(
+        rank.host_bytes * strategy_of(setting).held_micro_batches(setting, rank.part) for rank in trace.ranks
+    )
+    if not most:
+        return []
+    return [f"activations on the host: {format_bytes(most)} of its memory for every rank, pinned"]
 
 
 def _list_assumptions(setting: Setting, device: Device, facts: DeviceFacts) -> list[str]:

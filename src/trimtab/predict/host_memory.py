@@ -33,8 +33,12 @@ def estimate_host(trace: Trace, setting: Setting, cluster: Cluster | None) -> Ho
         return None
     nodes = cluster.nodes if cluster is not None else ()
     per_node = min(setting.gpus, max((len(node.devices) for node in nodes), default=setting.gpus) or 1)
-    pinned = max(rank.pinned_bytes for rank in trace.ranks)
-    state = max(rank.pinned_bytes + rank.host_state_bytes for rank in trace.ranks)
+    held = [strategy_of(setting).held_micro_batches(setting, rank.part) for rank in trace.ranks]
+    blocks = [
+        rank.pinned_bytes + many * rank.host_bytes for rank, many in zip(trace.ranks, held, strict=True)
+    ]
+    pinned = max(blocks)
+    state = max(size + rank.host_state_bytes for rank, size in zip(trace.ranks, blocks, strict=True))
     is_built_on_host = strategy_of(setting).is_built_on_host or setting.base.storage.is_quantized
     built = trace.parameters * DTYPE_BYTES[setting.dtypes.weights] if is_built_on_host else 0
     node_bytes = per_node * PROCESS_BYTES + max(per_node * state, built)
@@ -64,24 +68,30 @@ def list_host_assumptions(setting: Setting, host: HostMemory | None, links: Link
     if links is not None and has_state_on_host(setting):
         overlap = "beside the computation" if strategy_of(setting).is_sharded else "before and after it"
         notes.append(
-            f"offload: copies at {links.host_link / 1e9:.3g} GB/s each way, {overlap}; the optimizer on the "
-            f"CPU by {links.host_memory / 1e9:.3g} GB/s of host memory a process; neither was measured"
+            f"offload: weights and gradients are copied {overlap}; the optimizer on the CPU uses "
+            f"{links.host_memory / 1e9:.3g} GB/s of host memory a process, which was not measured"
         )
     return notes
 
 
-def offload_s(
-    trace: Trace, setting: Setting, links: Links, *, hidden_forward_s: float, hidden_backward_s: float
-) -> float:
-    """Return the seconds that offloaded state adds to an optimizer step.
+def offloaded_state_s(  # noqa: PLR0913 - two of these are named
+    trace: Trace,
+    setting: Setting,
+    host_bytes_per_s: float | None,
+    update_bytes_per_s: float,
+    *,
+    hidden_forward_s: float,
+    hidden_backward_s: float,
+) -> float | None:
+    """Return the seconds that offloaded weights and states add to an optimizer step; None if there are none.
 
     Shards are copied to the device before every gather, and gradients to the host after every reduction, on
     streams of their own: what is longer than the computation counts. On a single device gradients are copied
     in the backward pass and weights after the update, both on the stream of the computation. The optimizer
     reads and writes weights and states once and reads gradients once: 28 bytes a weight for AdamW in fp32.
     """
-    if not has_state_on_host(setting):
-        return 0.0
+    if not has_state_on_host(setting) or host_bytes_per_s is None:
+        return None
     dtypes, passes = setting.dtypes, setting.accumulation
     shards = setting.mesh.dp_shard
     weight = DTYPE_BYTES[dtypes.weights]
@@ -91,13 +101,12 @@ def offload_s(
             trace.works[number].read_bytes for number in trace.sequence if _is_gather(trace, number)
         )
         up = gathered / shards * weight / DTYPE_BYTES[dtypes.autocast or dtypes.weights]
-        forward = max(0.0, up / 2 / links.host_link - hidden_forward_s)
-        backward = max(0.0, max(up / 2, moved) / links.host_link - hidden_backward_s)
+        forward = max(0.0, up / 2 / host_bytes_per_s - hidden_forward_s)
+        backward = max(0.0, max(up / 2, moved) / host_bytes_per_s - hidden_backward_s)
         copies = passes * (forward + backward)
     else:
-        copies = (passes + 1) * moved / links.host_link
-    touched = 3 * moved + 2 * trace.host_state_bytes
-    return copies + touched / links.host_memory
+        copies = (passes + 1) * moved / host_bytes_per_s
+    return copies + (3 * moved + 2 * trace.host_state_bytes) / update_bytes_per_s
 
 
 def _is_gather(trace: Trace, number: int) -> bool:

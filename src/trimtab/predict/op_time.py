@@ -37,6 +37,19 @@ OTHER_OP, OTHER_DTYPE = 16.0, 6.0
 """Squared distance between operations of different name or dtype, in doublings of a size."""
 SOFTNESS = 0.02
 DEFAULT_MULTIPROCESSORS = 100
+FLASH = "aten::_scaled_dot_product_flash_attention"
+EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
+SAME_KERNELS = {
+    "torch_attn::_varlen_attn": FLASH,
+    "torch_attn::_varlen_attn_backward": f"{FLASH}_backward",
+    "aten::_flash_attention_forward": FLASH,
+    "aten::_flash_attention_backward": f"{FLASH}_backward",
+    "trimtab::flex_attention": FLASH,
+    "trimtab::flex_attention_backward": f"{FLASH}_backward",
+    "aten::_efficient_attention_forward": EFFICIENT,
+    "aten::_efficient_attention_backward": f"{EFFICIENT}_backward",
+}
+"""Operations that are corrected by measurements of another one, which runs the same or a similar kernel."""
 
 
 class Rates(NamedTuple):
@@ -234,11 +247,12 @@ class Pace:
         if not measured:
             return 0.0
         at = work_coordinates(work)
-        same = [point for point in measured if point.op == work.op]
+        op = SAME_KERNELS.get(work.op, work.op)
+        same = [point for point in measured if point.op == op]
         nearest = sorted(
             (
                 math.dist(at, point.at) ** 2
-                + OTHER_OP * (point.op != work.op)
+                + OTHER_OP * (point.op != op)
                 + OTHER_DTYPE * (not _has_like_dtype(point, work)),
                 point.correction,
             )

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.cache import MemoryCache, make_key
 from trimtab.catalog.tables import collectives
 from trimtab.predict.fusion import fuse_trace
-from trimtab.predict.host_memory import offload_s
+from trimtab.predict.host_link import exposed_transfers_s
+from trimtab.predict.host_memory import offloaded_state_s
 from trimtab.predict.memory import gradient_sizes
 from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
@@ -192,12 +193,13 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
     links: communication_module.Links,
     *,
     fusing: bool = False,
+    host_bytes_per_s: float | None = None,
 ) -> Step:
     """Return the time of an optimizer step: `accumulation` forward and backward passes, and the optimizer.
 
     If ranks differ, the slowest one determines the time. With `fusing`, a compiled step is guessed from the
     trace of the eager one (`predict.fusion`); a trace through the compiler itself is more accurate, but takes
-    a minute.
+    a minute. `host_bytes_per_s` is the bandwidth between device and host; None: copies take no time.
     """
     if fusing and trace.no_compile_gain:
         fusing, setting = False, setting.replace(compile=False)
@@ -211,15 +213,19 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
         sums = tuple(gradient_sizes(rank)) if rounds > 1 or setting.mesh.pp > 1 else None
         single = _time_single_device(rank.works, rank.sequence, _backward_bounds(rank), pace, host, how, sums)
         step = _split_time(single, rounds, _exposed_s(rank, setting, links, single), host.step)
+        copied = exposed_transfers_s(
+            rank, host_bytes_per_s, forward_s=single.forward_s, backward_s=single.backward_s
+        )
         hidden = collectives().overlapped
-        added = offload_s(
+        added = offloaded_state_s(
             rank,
             setting,
-            links,
+            host_bytes_per_s,
+            links.host_memory,
             hidden_forward_s=hidden * single.forward_s,
             hidden_backward_s=hidden * single.backward_s,
         )
-        steps.append(step._replace(offload_s=added))
+        steps.append(step._replace(offload_s=rounds * copied if added is None else added))
         passes.append(single.again_s)
     slowest = max(range(len(steps)), key=lambda number: steps[number].total_s)
     return steps[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))

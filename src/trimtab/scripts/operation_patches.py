@@ -10,15 +10,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.scripts.moved_parameters import LAZY_DEVICE
-from trimtab.scripts.observer import Observer, find_script_line, put
+from trimtab.scripts.observer import put
 from trimtab.scripts.recorder import make_real
+from trimtab.trace.flex_attention import patch_flex_attention
 
 
-def patch_operations(observer: Observer) -> None:
+def patch_operations() -> None:
     """Patch everything of this module."""
     _patch_tensor_of_scalars()
     _patch_ctc_loss()
-    _patch_flex_attention(observer)
+    patch_flex_attention()
     _patch_lazy_parameters()
 
 
@@ -53,48 +54,6 @@ def _read_numbers(values: Any) -> Any:
     if isinstance(values, FakeTensor):
         return make_real(values, None).tolist()
     return values.tolist() if isinstance(values, torch.Tensor) else values
-
-
-def _patch_flex_attention(observer: Observer) -> None:
-    """Run flex_attention as flash attention: compiled, as it is meant to be, it needs the same memory."""
-    import importlib
-
-    try:
-        module: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    except ImportError:
-        return
-
-    def flex_attention(  # noqa: PLR0913, PLR0917 - torch's own
-        query: Any,
-        key: Any,
-        value: Any,
-        score_mod: Any = None,
-        block_mask: Any = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        return_lse: bool = False,
-        **options: Any,
-    ) -> Any:
-        if not torch.compiler.is_compiling():
-            observer.notes[
-                f"flex_attention ({find_script_line()}) is taken to cost as much as flash attention"
-                + (", with half of the scores masked" if block_mask is not None else "")
-            ] = None
-        square = query.shape[-2] == key.shape[-2]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=block_mask is not None and square,
-            scale=scale,
-            enable_gqa=enable_gqa or query.shape[1] != key.shape[1],
-        )
-        if not return_lse and options.get("return_aux") is None:
-            return out
-        lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-        return (out, lse) if return_lse else (out, module.AuxOutput(lse=lse))
-
-    put(module, "flex_attention", flex_attention)
 
 
 def _patch_lazy_parameters() -> None:

@@ -49,7 +49,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     _patch_loaders(observer)
     _patch_cuda(observer, devices)
     patch_cuda_tools(observer, device)
-    patch_operations(observer)
+    patch_operations()
     patch_groups(observer, world_size)
     patch_processes(observer)
     patch_compile(observer)

@@ -16,12 +16,13 @@ KINDS = (
     "gather",
     "optimizer",
     "collective",
+    "transfer",
     "wait",
     "view",
     "call",
 )
-"""Kinds of operations for the time model. In a wait, the host waits for a value; a view and the call of a
-module cost only host time."""
+"""Kinds of operations for the time model. A transfer copies between device and host beside the computation.
+In a wait, the host waits for a value; a view and the call of a module cost only host time."""
 ENTER, LEAVE = "enter", "leave"
 """Names of the calls at the start and end of the model: torch.compile compiles what is between them."""
 GRAPH_ENTER, GRAPH_LEAVE = "enter graph", "leave graph"
@@ -56,7 +57,8 @@ class Work(Noun, frozen=True, kw_only=True):
     dims: tuple[int, ...] = ()
     """matrix: batch, m, n, k, alignment in bytes; convolution: groups, spots, n, k, layout, kernel area;
     attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
-    optimizer: tensors, numbers; others: obstacles, last dimension. See trimtab.trace.op_cost."""
+    optimizer: tensors, numbers; others: obstacles, last dimension. See trimtab.trace.op_cost. A transfer
+    has none: it reads bytes of the device on the way to the host, and writes them on the way back."""
     kernels: int = 1
     """Kernel launches; for a recurrent layer, its cells: steps x layers x directions."""
     fresh: bool = False
@@ -139,6 +141,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     """Bytes of each offloaded weight and gradient in pinned memory of the host, in the order of weights."""
     host_state_bytes: int = 0
     """Bytes of offloaded optimizer states, which are not pinned."""
+    host_sizes: tuple[int, ...] = ()
+    """Bytes of each block of pinned memory on the host when most of it is in use, in order of request."""
     no_compile_gain: str = ""
     """For an eager trace: why torch.compile would not help, or fails; empty if it may help."""
     assumptions: tuple[str, ...] = ()
@@ -150,11 +154,16 @@ class Trace(Noun, frozen=True, kw_only=True):
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned memory of offloaded weights and gradients: torch rounds each block up to a power of two.
+        """Pinned memory of offloaded weights and gradients, in blocks as `host_bytes` has them."""
+        return _sum_blocks(self.pinned_sizes)
 
-        A block of 448 MiB takes 512 MiB.
+    @property
+    def host_bytes(self) -> int:
+        """Pinned memory of the host, in blocks as torch's allocator requests them: powers of two.
+
+        Without the setting pinned_max_round_threshold_mb, a block of 448 MiB takes 512 MiB.
         """
-        return sum(1 << (size - 1).bit_length() for size in self.pinned_sizes if size)
+        return _sum_blocks(self.host_sizes)
 
     def faults(self) -> list[str]:
         """Check that columns have the same length and every number in `order` exists."""
@@ -170,3 +179,8 @@ class Trace(Noun, frozen=True, kw_only=True):
         if self.sequence and not 0 <= min(self.sequence) <= max(self.sequence) < len(self.works):
             wrong.append("sequence names an operation that is not there")
         return wrong
+
+
+def _sum_blocks(sizes: tuple[int, ...]) -> int:
+    """Return the sum of sizes, each rounded up to a power of two."""
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)

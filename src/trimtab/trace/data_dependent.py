@@ -117,7 +117,7 @@ class ValueTracker:
     ) -> None:
         """Compute the result for real on the host if all inputs are known: positions, lengths, masks."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        has_known_inputs = all(hasattr(tensor, "_trimtab_real") for tensor in inputs)
+        has_known_inputs = all(_is_known(tensor, in_place=name.endswith("_")) for tensor in inputs)
         if not has_known_inputs or not (inputs or name in FACTORY_OPS):
             if name.endswith("_") and args and hasattr(args[0], "_trimtab_real"):
                 del args[0]._trimtab_real
@@ -284,6 +284,9 @@ class ValueTracker:
             reach = getattr(args[0], "_trimtab_range", None) or (args[2] if len(args) > 2 else 1)  # noqa: PLR2004
             return torch.empty((max(1, reach),), dtype=torch.int64, device=args[0].device)
         if name == "aten::repeat_interleave":
+            counts = read_known_values(args[0])
+            if counts is not None:
+                return args[0].new_empty((sum(counts),))
             self.assume("repeat_interleave with counts from the device is taken to double its input")
             return args[0].new_empty((2 * args[0].numel(),))
         return None
@@ -323,10 +326,18 @@ def _is_worth_computing(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (MAX_REAL_INTEGERS if is_integer else MAX_REAL_FLOATS)
 
 
+def _is_known(tensor: torch.Tensor, *, in_place: bool) -> bool:
+    """Whether the values of an input are known: computed before, or those of a list in torch.tensor().
+
+    An operation in place would change a real tensor that belongs to the job.
+    """
+    return hasattr(tensor, REAL_ATTRIBUTE) or (type(tensor) is torch.Tensor and not in_place)
+
+
 def _to_real(value: Any) -> Any:
     """Return arguments with each fake tensor replaced by its real values, and the device by the host."""
     if isinstance(value, torch.Tensor):
-        return value._trimtab_real  # type: ignore[attr-defined]
+        return getattr(value, REAL_ATTRIBUTE, value)
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, list | tuple):

@@ -289,8 +289,9 @@ class _Extension:
             parameters=self._extrapolate(few.parameters, more.parameters),
             trainable=self._extrapolate(few.trainable, more.trainable),
             recomputed=self._recomputed(),
-            pinned_sizes=_repeat_inserted(few.pinned_sizes, more.pinned_sizes, self.extra),
+            pinned_sizes=_repeat_insertion(few.pinned_sizes, more.pinned_sizes, self.extra),
             host_state_bytes=self._extrapolate(few.host_state_bytes, more.host_state_bytes),
+            host_sizes=_repeat_insertion(few.host_sizes, more.host_sizes, self.extra),
         )
 
     def _extrapolate(self, few: int, more: int) -> int:
@@ -511,17 +512,18 @@ class _Extension:
         return counted(more.recomputed, self.traced, self.traced + self.extra)
 
 
-def _repeat_inserted(few: tuple[int, ...], more: tuple[int, ...], extra: int) -> tuple[int, ...]:
+def _repeat_insertion(few: tuple[int, ...], more: tuple[int, ...], extra: int) -> tuple[int, ...]:
     """Return `more` with `extra` more copies of what it has beyond `few`.
 
-    >>> _repeat_inserted((1, 2, 3, 9), (1, 2, 3, 2, 3, 9), 2)
+    >>> _repeat_insertion((1, 2, 3, 9), (1, 2, 3, 2, 3, 9), 2)
     (1, 2, 3, 2, 3, 2, 3, 2, 3, 9)
     """
     length = len(more) - len(few)
-    pairs = enumerate(zip(few, more, strict=False))
-    begin = next((at for at, (size, other) in pairs if size != other), len(few))
+    begin = next(
+        (at for at, sizes in enumerate(zip(few, more, strict=False)) if sizes[0] != sizes[1]), len(few)
+    )
     if length < 0 or few != (*more[:begin], *more[begin + length :]):
-        raise BlocksDiffer("memory on the host is no repetition")
+        raise BlocksDiffer("copies on the host are no repetition")
     return (*more[: begin + length], *more[begin : begin + length] * extra, *more[begin + length :])
 
 

@@ -331,6 +331,9 @@ class FakeStream:
     count = 0
     current = 0
     """Number of the current stream; 0 is the default stream."""
+    current_part = ""
+    """Purpose of the memory of the current stream; empty if it is communication."""
+    part = ""
 
     def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
         self.device = torch.device("cuda", 0)
@@ -338,14 +341,15 @@ class FakeStream:
             FakeStream.count += 1
             number = FakeStream.count
         self.stream_id = self.cuda_stream = number
-        self._previous = 0
+        self._previous = (0, "")
 
     def __enter__(self) -> Self:
-        self._previous, FakeStream.current = FakeStream.current, self.stream_id
+        self._previous = FakeStream.current, FakeStream.current_part
+        FakeStream.current, FakeStream.current_part = self.stream_id, self.part
         return self
 
     def __exit__(self, *_: object) -> None:
-        FakeStream.current = self._previous
+        FakeStream.current, FakeStream.current_part = self._previous
 
     def is_capturing(self) -> bool:
         """Return False: no graph is being captured."""
@@ -476,6 +480,17 @@ def install_fake_cuda(target: Device) -> None:
     # By default a deep copy of a tensor copies its mode, and with it torch's weak references to storages.
     # They are then freed twice, which corrupts the heap. So all copies share one mode.
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # type: ignore[attr-defined]
+    FakeTensorMode.create_symbolic_nested_int = _make_ragged_length  # type: ignore[method-assign,assignment]
+
+
+def _make_ragged_length(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
+    """Return the ragged dimension of a jagged tensor; torch's own method needs symbolic shapes."""
+    from torch.nested._internal.nested_int import NestedIntNode
+
+    if nt_tensor_id is None:
+        nt_tensor_id = mode.nt_tensor_id_counter
+        mode.nt_tensor_id_counter += 1
+    return torch.SymInt(NestedIntNode(nt_tensor_id, 1))
 
 
 def _deepcopy_tensor(tensor: Any, memo: dict[int, Any]) -> Any:

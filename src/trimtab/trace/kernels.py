@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trimtab.catalog.devices import parse_capability
-from trimtab.trace import attention, convolution, fake_ops, recurrent, workspaces
+from trimtab.trace import attention, convolution, fake_ops, packed_attention, recurrent, workspaces
 from trimtab.trace.data_dependent import ValueTracker
 
 if TYPE_CHECKING:
@@ -236,6 +236,10 @@ class Kernels:
         fake_ops.keep_parts_alive(name, args, out)
         if name in fake_ops.DENSE_RESULTS:
             out = fake_ops.make_first_dense(out)
+        if name in packed_attention.PACKED_OPS and (
+            note := packed_attention.note_lengths(func, args, kwargs)
+        ):
+            self.assume(note)
         self.values.record_values(name, args, out)
         self.values.carry_ragged(name, args, kwargs, out)
         if rule is None:
@@ -244,6 +248,8 @@ class Kernels:
 
     def list_requests(self, name: str, args: tuple[Any, ...], out: Any) -> list[workspaces.MemoryRequest]:
         """Return the memory that the operation requests besides its results, in order."""
+        if name in packed_attention.BACKWARD_OPS:
+            return packed_attention.request_packed_backward(args, out)
         if name in fake_ops.PRODUCT_OPS and fake_ops.has_sparse(args):
             sorting, buffers = fake_ops.sparse_product_bytes(name, args, out)
             return [

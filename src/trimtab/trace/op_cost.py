@@ -20,6 +20,7 @@ from trimtab.spec import Work
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED, STATISTICS
 from trimtab.trace.data_dependent import RAGGED_ATTRIBUTE
 from trimtab.trace.fake_ops import PRODUCT_OPS, count_nonzeros, is_sparse, sparse_bytes
+from trimtab.trace.packed_attention import PACKED_OPS, describe_packed
 from trimtab.trace.recurrent import read_extent
 from trimtab.trace.workspace_formulas import count_launches
 
@@ -113,7 +114,7 @@ def read_schema_traits(func: Any) -> tuple[bool, frozenset[int]]:
     return view, frozenset(written)
 
 
-def describe_work(  # noqa: PLR0911 - one way out for each kind
+def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Work | None:
     """Return the work of an operation that returned `out`, or None if it does not use the device."""
@@ -124,6 +125,8 @@ def describe_work(  # noqa: PLR0911 - one way out for each kind
     results = _list_tensors(out)
     if not any(_is_on_device(tensor) for tensor in (*inputs, *results)):
         return None
+    if name in COPIES and (transfer := _describe_transfer(name, args, kwargs, out)) is not None:
+        return transfer
     if name in WAIT_OPS:
         return Work(op=name, kind="wait", dtype="", read_bytes=sum(map(count_bytes, inputs)))
     if any(map(is_sparse, (*inputs, *results))):
@@ -133,6 +136,8 @@ def describe_work(  # noqa: PLR0911 - one way out for each kind
         return rule(name, args, out)
     if name.startswith(("c10d::", "_c10d_functional::")):
         return _describe_collective(name, inputs, results)
+    if name in PACKED_OPS:
+        return describe_packed(func, name, args, kwargs)
     if any(word in name for word in ATTENTION_WORDS):
         return _describe_attention(name, args)
     if name in LOW_BIT_UPDATES:
@@ -141,6 +146,29 @@ def describe_work(  # noqa: PLR0911 - one way out for each kind
     if "_foreach_" in name or "_fused_" in name or "_amp_foreach" in name:
         return _describe_multi_tensor(name, args, inputs, results, written)
     return _describe_elementwise(name, args, inputs, results, written)
+
+
+COPIES = {"aten::copy_", "aten::_to_copy"}
+"""Operations that may copy between device and host."""
+NON_BLOCKING = 2
+"""Place of the argument non_blocking of aten::copy_."""
+
+
+def _describe_transfer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work | None:
+    """Return the work of a copy between device and host that nobody waits for; None for another copy."""
+    waits = not (kwargs.get("non_blocking") or (len(args) > NON_BLOCKING and args[NON_BLOCKING]))
+    source = args[1] if name == "aten::copy_" else args[0]
+    if waits or not isinstance(source, torch.Tensor) or _is_on_device(source) == _is_on_device(out):
+        return None
+    moved, outward = count_bytes(source), _is_on_device(source)
+    return Work(
+        op=name,
+        kind="transfer",
+        dtype="",
+        read_bytes=moved if outward else 0,
+        write_bytes=0 if outward else moved,
+        kernels=0,
+    )
 
 
 def _low_bit_flops(args: tuple[Any, ...]) -> int:
@@ -305,9 +333,6 @@ def _describe_attention(name: str, args: tuple[Any, ...]) -> Work:
     query, key, value = tensors[1:4] if backward else tensors[:3]
     batch, heads, queries, size = query.shape
     keys = key.shape[2]
-    if "_efficient_attention_forward" in name or name == "aten::_flash_attention_forward":
-        batch, queries, heads, size = query.shape
-        keys = key.shape[1]
     causal = _is_causal(name, args)
     flops = 2 * batch * heads * queries * keys * (size + value.shape[-1])
     if causal:
@@ -530,7 +555,32 @@ def _describe_scaled(name: str, args: tuple[Any, ...], out: Any) -> Work:
     )
 
 
+FLEX_MILLION = 1_000_000
+
+
+def _describe_flex(name: str, args: tuple[Any, ...], _: Any) -> Work:
+    """Return the work of FlexAttention: of the blocks that its mask leaves."""
+    backward = name.endswith("_backward")
+    query, key, value = args[1:4] if backward else args[:3]
+    share = args[-1] / FLEX_MILLION
+    batch, heads, queries, size = query.shape
+    flops = round(2 * batch * heads * queries * key.shape[2] * (size + value.shape[-1]) * share)
+    moved = count_bytes(query) + count_bytes(key) + count_bytes(value)
+    return Work(
+        op=name,
+        kind="attention",
+        dtype=matrix_dtype(query),
+        flops=flops * 5 // 2 if backward else flops,
+        read_bytes=moved * (2 if backward else 1),
+        write_bytes=moved if backward else count_bytes(query),
+        dims=(batch, heads, queries, max(1, round(key.shape[2] * share)), size, 0),
+        kernels=2 if backward else 1,
+    )
+
+
 _RULES: dict[str, Callable[[str, tuple[Any, ...], Any], Work]] = {
+    "trimtab::flex_attention": _describe_flex,
+    "trimtab::flex_attention_backward": _describe_flex,
     "trimtab::product_int8": _describe_int8,
     "aten::_scaled_mm": _describe_scaled,
     "aten::mm": _describe_matrix,

@@ -348,7 +348,8 @@ class Recorder(TorchDispatchMode):
     def _add_allocation(self, size: int, part: str, op: str) -> int:
         number = len(self.sizes)
         self.sizes.append(size)
-        self.parts.append("communication" if FakeStream.current or op == "resize" else part)
+        communicates = (FakeStream.current and not FakeStream.current_part) or op == "resize"
+        self.parts.append("communication" if communicates else part)
         self.modules.append(self.module)
         self.ops.append(op)
         self.streams.append(FakeStream.current)

@@ -58,6 +58,10 @@ pass of all."""
 
 
 GATHERED_WIDE = "fp8: ranks gather weights in 16 bits; trimtab does not gather them in 8 bits"
+NOTHING_MOVED = (
+    "offload: no activation goes to the host; those of the last operations, small ones and those of code "
+    "outside of the model stay on the GPU"
+)
 LONGEST_NOTE = "memory is that of longest(), the longest batch of the job; time is that of batch()"
 
 
@@ -72,8 +76,10 @@ def seed_random_numbers() -> None:
 def prepare_job(requests: TraceRequests) -> Any:
     """Install the fake device and load the job; then import what every trace needs."""
     from trimtab.trace.fake_cuda import install_fake_cuda
+    from trimtab.trace.flex_attention import patch_flex_attention
 
     install_fake_cuda(requests.device)
+    patch_flex_attention()
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
     seed_random_numbers()
     job = load_job(requests.job, requests.overrides)
@@ -348,6 +354,8 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     if longest:
         _record_usual_step(built, state)
     recorder.records_work = False
+    if state.offload is not None and not state.offload.peak_sizes:
+        recorder.kernels.assume(NOTHING_MOVED)
     lost_compiled = _lost_by_compiling(state, batch, recorder)
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in state.model.parameters()]
     return {
@@ -355,6 +363,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         "trainable": sum(count for count, learns in sizes if learns),
         "recomputed": state.recomputed,
         **measure_host_state(state),
+        "host_sizes": () if state.offload is None else state.offload.peak_sizes,
         "part": rank.number,
         "rank": rank.words,
         "lost_compiled": lost_compiled,

@@ -411,7 +411,13 @@ def _quantize_rows(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
     return [RESULT, RESULT, request_for_op(values.numel()), request_temporary(_bytes(values)), RESULT]
 
 
+def _flex_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request a row sum, before the gradients."""
+    return [request_for_op(_bytes(args[5])), RESULT, RESULT, RESULT]
+
+
 RULES: dict[str, Callable[[tuple[Any, ...], Any], list[MemoryRequest]]] = {
+    "trimtab::flex_attention_backward": _flex_backward,
     "trimtab::quantize_rows": _quantize_rows,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
