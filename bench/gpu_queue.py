@@ -761,6 +761,11 @@ def predict(case: QueuedCase) -> dict[str, float]:
         "reserved_bytes": found.reserved_bytes,
         "process_bytes": found.process_bytes,
         **({} if step_s is None else {"step_s": step_s}),
+        **(
+            {}
+            if found.host is None
+            else {"host_rank_bytes": found.host.rank_bytes, "host_pinned_bytes": found.host.pinned_bytes}
+        ),
     }
 
 

@@ -140,7 +140,7 @@ def test_what_cannot_be_offloaded_is_refused(changes: dict[str, Any], words: str
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Be the only rank of a process group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 
