@@ -86,7 +86,8 @@ class QueuedCase:
     offload: str = "none"
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
-    framework: a training with another framework and our callback, where `job` names the framework."""
+    framework: a training with another framework and our callback, where `job` names the framework;
+    losses: compiled fp8 against eager fp8, where `job` names the variant."""
 
     @property
     def job_name(self) -> str:
@@ -371,7 +372,14 @@ def _bases() -> list[QueuedCase]:
         QueuedCase(f"base-{base}-peft-b4", "PeftLlama", 4, base=base)
         for base in ("nf4-double", "int8", "none")
     ]
-    return [*found[:3], *peft, *found[3:]]
+    # These formats are plain torch, and need no package.
+    torchao = [
+        QueuedCase(
+            f"base-{base}-1b{f'-{how}' * (how != 'none')}-b4", FIT, 4, LORA_1B, base=base, recompute=how
+        )
+        for base, how in (("nf4-ao", "none"), ("int8-ao", "none"), ("nf4-ao", "full"))
+    ]
+    return [*found[:3], *torchao, *peft, *found[3:]]
 
 
 def _optimizers() -> list[QueuedCase]:
@@ -442,7 +450,22 @@ def _float8() -> list[QueuedCase]:
             recompute="full",
         ),
     ]  # fmt: skip
-    return [*decoders[:2], mlps[0], *decoders[2:], mlps[1]]
+    return [*_float8_losses(), *decoders[:2], mlps[0], *decoders[2:], mlps[1]]
+
+
+def _float8_losses() -> list[QueuedCase]:
+    """Compiled against uncompiled fp8, with parts of the compiler switched off (bench/float8_losses.py)."""
+    from bench.float8_losses import VARIANTS
+
+    return [
+        QueuedCase(
+            f"{recipe}-losses-{variant.replace(' ', '-')}", variant, precision=recipe, compile=True,
+            kind="losses",
+        )
+        for recipe in ("fp8-tensorwise", "fp8-rowwise")
+        for variant in VARIANTS
+        if variant != "eager"
+    ]  # fmt: skip
 
 
 def _offloads() -> list[QueuedCase]:
@@ -712,6 +735,12 @@ def answer(name: str) -> None:
         framework_cases.import_framework(case.job)
         with tempfile.TemporaryDirectory() as folder, exclusive():
             found = measure_case(case.job, case.micro_batch, Path(folder))
+    elif case.kind == "losses":
+        from bench import float8_losses
+
+        sizes = {"layers": 2, "vocabulary": 32_000, "seq": 512}
+        lines = float8_losses.compare(Precision(case.precision), sizes, "cuda", 9, [case.job])
+        found = {"lines": lines}
     else:
         found = measure(name)
     found |= {
@@ -797,6 +826,8 @@ def compare(out: Path, only: str, predictions: Path) -> None:
     for line in read_results(out):
         if line.get("failed") or line.get("out_of_memory") or not matches(line["id"], only):
             continue
+        if line["case"]["kind"] == "losses":
+            continue  # Nothing is predicted.
         if line["case"]["kind"] == "cap":
             found = {"least_bytes": line["error"]}
         elif line["case"]["kind"] == "framework":

@@ -33,10 +33,18 @@ TORCHTITAN = {
     "optimizer.implementation": (("for-loop", "foreach", "fused"), "fused"),
     "optimizer.early_step_in_backward": (bool, False),
     "model.converters": (list, []),
+    "quantize.linear.float8.recipe_name": (("tensorwise", "rowwise", "rowwise_with_gw_hp"), "tensorwise"),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": (bool, False),
     "model.hf_assets_path": (str, "./tests/assets/tokenizer"),
     "model.tokenizer_path": (str, None),
 }
-TORCHTITAN_OLDER = {"training.batch_size", "training.compile", "float8.enable_float8_linear"}
+TORCHTITAN_OLDER = {
+    "training.batch_size",
+    "training.compile",
+    "float8.enable_float8_linear",
+    "float8.recipe_name",
+    "float8.enable_fsdp_float8_all_gather",
+}
 """Keys of earlier releases, which are read where they are and never added."""
 
 AXOLOTL = {

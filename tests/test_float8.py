@@ -218,6 +218,28 @@ def test_zeros_no_rows_and_infinities(precision: Precision) -> None:
     assert not layer(torch.full((2, INPUTS), torch.inf)).isfinite().any()
 
 
+@pytest.mark.slow
+# Warnings come from inside of the compiler.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", BOTH)
+def test_compiled_layers_compute_what_uncompiled_ones_do(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The graphs of forward and backward with their decompositions; only the kernels are those of eager mode.
+    monkeypatch.setattr(ProductsFormat, "gains", lambda *_: True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.SiLU(), nn.Linear(64, 16, bias=False))
+    convert(model, precision)
+    given = torch.randn(16, 32)
+    found: list[list[torch.Tensor]] = []
+    torch.compiler.reset()
+    for call in (model, torch.compile(model, backend="aot_eager_decomp_partition", dynamic=False)):
+        out = call(given)
+        found.append([out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))])
+    for expected, compiled in zip(*found, strict=True):
+        assert distance(compiled, expected) < 0.01
+
+
 def test_results_of_products_are_kept_by_selective_recomputation() -> None:
     assert "aten::_scaled_mm" in {op.name() for op in _saved_ops()}
 

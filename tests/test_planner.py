@@ -34,6 +34,7 @@ from trimtab.spec import (
     Allocator,
     Cluster,
     Link,
+    LossForm,
     Mesh,
     Node,
     Objective,
@@ -905,6 +906,41 @@ def test_a_shorter_sample_is_offered_where_the_job_has_one() -> None:
 def test_a_smaller_batch_is_offered_where_the_rounds_are_pinned() -> None:
     with pytest.raises(NothingFits, match=r"lower the global batch to 8 "):
         planned("RTX4090", pins={"accumulation": 1, "recompute": "none", "compile": False})
+
+
+class AdapterLaw(Law):
+    """A model that fits only with adapters, a loss in pieces and frozen layers in 4 bits."""
+
+    def with_changes(self, **changes: int) -> Law:
+        return LawInPieces() if changes == {"lora": 16} else super().with_changes(**changes)
+
+
+class LawInPieces(Law):
+    """A job that fits only with its loss in pieces."""
+
+    def need_bytes(self, setting: Setting) -> int:
+        return super().need_bytes(setting) + (0 if setting.loss is LossForm.CHUNKED else 600 * GIB)
+
+
+def test_adapters_are_offered_for_a_model_that_is_too_large_to_train_whole() -> None:
+    law = AdapterLaw(static_bytes=3000 * GIB)
+    for job, offered in (("hf:./model", True), ("fake", False)):
+        question = PlanQuestion(
+            job=job, workload=workload(), cluster=parse_cluster("RTX 3060"), policy=Policy()
+        )
+        with pytest.raises(NothingFits) as caught:
+            decision.choose_plan(question, law)
+        assert (
+            "adapters on layers in 4 bits with --lora 16 --allow quantised" in caught.value.cure
+        ) is offered
+
+
+def test_what_ifs_use_the_ways_of_the_plan() -> None:
+    plan = planned("H100", LawInPieces())
+    assert plan.choice.loss is LossForm.CHUNKED
+    batches = [row for row in plan.what_if if row.change.startswith("global batch")]
+    assert batches
+    assert all(row.setting is not None and row.setting.loss is LossForm.CHUNKED for row in batches)
 
 
 # --- unlike devices

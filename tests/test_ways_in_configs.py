@@ -96,9 +96,9 @@ def python(*keywords: str) -> str:
         ("a.yaml", FACTORY + "quantization_bit: 4\n", "nf4-double"),
         ("a.yaml", FACTORY + "quantization_bit: 8\nquantization_method: bnb\n", "int8"),
         ("a.yaml", FACTORY + "quantization_bit: 4\ndouble_quantization: false\n", "nf4"),
-        ("a.yaml", tune("qlora_llama3_1_8b"), "nf4-double"),
+        ("a.yaml", tune("qlora_llama3_1_8b"), "nf4-ao"),
         ("a.yaml", tune("lora_llama3_1_8b"), "none"),
-        ("a.yaml", tune("lora_llama3_1_8b").replace("8b}", "8b, quantize_base: True}"), "nf4-double"),
+        ("a.yaml", tune("lora_llama3_1_8b").replace("8b}", "8b, quantize_base: True}"), "nf4-ao"),
         ("a.yaml", tune("qlora_llama3_1_8b").replace("8b}", "8b, quantize_base: False}"), "none"),
     ],
 )
@@ -205,10 +205,15 @@ def test_the_form_of_the_loss_is_read(file: str, text: str, loss: str) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "key"),
     [
-        ("a.yaml", ACCELERATE + "mixed_precision: fp8\n", "mixed_precision"),
+        (
+            "a.yaml",
+            ACCELERATE + "mixed_precision: fp8\n",
+            "fp8_config.enable_fsdp_float8_all_gather",
+        ),
+        ("a.yaml", ACCELERATE + "mixed_precision: fp8\nfp8_config: {backend: TE}\n", "fp8_config.backend"),
         ("a.yaml", AXOLOTL + "fp8: true\n", "fp8"),
         ("a.yaml", FACTORY + "fp8: true\n", "fp8"),
-        ("a.toml", TITAN + '[model]\nconverters = ["float8"]\n', "model.converters"),
+        ("a.toml", TITAN + '[model]\nconverters = ["quantize.linear.mx"]\n', "model.converters"),
         ("a.yaml", tune(more="enable_fp8_training: True\n"), "enable_fp8_training"),
         ("a.yaml", tune(more="optimizer_in_bwd: True\n"), "optimizer_in_bwd"),
         (
@@ -223,6 +228,36 @@ def test_the_form_of_the_loss_is_read(file: str, text: str, loss: str) -> None:
 )
 def test_what_is_read_and_not_estimated_is_said(file: str, text: str, key: str) -> None:
     assert key in {warning.key for warning in read(text, file)[1].warnings}
+
+
+OLD_TITAN = TITAN + '[model]\nconverters = ["float8"]\n'
+NEW_TITAN = TITAN + '[model]\nconverters = ["quantize.linear.float8"]\n'
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "precision"),
+    [
+        ("a.toml", TITAN, "bf16"),
+        ("a.toml", OLD_TITAN, "fp8-tensorwise"),
+        ("a.toml", OLD_TITAN + '[float8]\nrecipe_name = "rowwise"\n', "fp8-rowwise"),
+        ("a.toml", NEW_TITAN, "fp8-tensorwise"),
+        ("a.toml", NEW_TITAN + '[quantize.linear.float8]\nrecipe_name = "rowwise"\n', "fp8-rowwise"),
+        (
+            "a.toml",
+            NEW_TITAN + '[quantize.linear.float8]\nrecipe_name = "rowwise_with_gw_hp"\n',
+            "fp8-rowwise",
+        ),
+        # A recipe that nothing uses.
+        ("a.toml", TITAN + '[quantize.linear.float8]\nrecipe_name = "rowwise"\n', "bf16"),
+        ("a.yaml", ACCELERATE + "mixed_precision: fp8\n", "fp8-tensorwise"),
+        ("a.yaml", ACCELERATE + "mixed_precision: fp8\nfp8_config: {backend: AO}\n", "fp8-tensorwise"),
+        ("a.yaml", ACCELERATE + "mixed_precision: bf16\nfp8_config: {backend: AO}\n", "bf16"),
+    ],
+)
+def test_products_in_8_bits_are_read(file: str, text: str, precision: str) -> None:
+    setting, found = read(text, file)
+    assert setting.precision.value == precision
+    assert not [note for note in found.said if "contradicts" in note or "not one of the words" in note]
 
 
 # --- what is written ---
@@ -318,7 +353,7 @@ def test_a_plan_for_adapters_on_4_bits_is_written(file: str, text: str, expected
         ("a.py", python(), ("quantization_config=BitsAndBytesConfig(...)", "liger-kernel")),
         ("a.yaml", AXOLOTL, ("only beside adapter: lora or qlora", "LigerPlugin")),
         ("a.yaml", tune(), ("a component whose name starts with lora_", "more memory than planned")),
-        ("a.yaml", tune("lora_llama3_1_8b", more="optimizer.fused: 1\n"), ("scales in 8 bits (nf4-double)",)),
+        ("a.yaml", tune("lora_llama3_1_8b", more="optimizer.fused: 1\n"), ("larger buffers to restore",)),
         ("a.toml", TITAN, ("no frozen weights", "not paged-adamw8bit", "0.2 has no loss in pieces")),
         ("a.json", '{"train_batch_size": 2}', ("holds no model (nf4)", "no name for the optimizer paged")),
         ("a.yaml", ACCELERATE, ("holds no model (nf4)", "create paged-adamw8bit in your code")),
@@ -351,6 +386,35 @@ def test_offload_is_written_with_what_it_needs() -> None:
         assert key not in edits
         assert "only where it recomputes them: plan with --pin recompute=full" in said
         assert write(without, f"{text}{key}: true\n", "a.yaml")[0][key] is False  # else it is refused
+
+
+@pytest.mark.parametrize("precision", [Precision.FP8_TENSORWISE, Precision.FP8_ROWWISE])
+@pytest.mark.parametrize("text", [TITAN, OLD_TITAN, NEW_TITAN])
+def test_products_in_8_bits_are_written_for_torchtitan(text: str, precision: Precision) -> None:
+    setting = SHARDED.replace(precision=precision, offload=())
+    _, said, after = write(setting, text, "a.toml")
+    assert read(after, "a.toml")[0].precision is precision
+    assert "No key here says" not in said
+    # Names of an older version stay.
+    assert ("quantize.linear" in after) is (text is not OLD_TITAN)
+
+
+def test_what_differs_in_8_bits_is_said() -> None:
+    shared = TITAN + "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n"
+    setting = SHARDED.replace(precision=Precision.FP8_TENSORWISE, offload=())
+    edits, said, _ = write(setting, shared, "a.toml")
+    assert edits["quantize.linear.float8.enable_fsdp_float8_all_gather"] is False
+    assert "the plan gathers them in 16" in said
+    edits, said, after = write(
+        setting.replace(precision=Precision.FP8_ROWWISE), ACCELERATE + "fp8_config: {backend: TE}\n", "a.yaml"
+    )
+    assert (edits["mixed_precision"], edits["fp8_config.backend"]) == ("fp8", "AO")
+    assert "from_recipe_name('rowwise')" in said
+    assert "enable_fsdp_float8_all_gather stays true by default" in said
+    assert read(after, "a.yaml")[0].precision is Precision.FP8_TENSORWISE
+    edits, said, _ = write(setting.replace(precision=Precision.BF16), OLD_TITAN, "a.toml")
+    assert "model.converters" not in edits
+    assert "model.converters stays ['float8']: the plan multiplies in 16 bits" in said
 
 
 def test_what_changes_the_training_stays_if_the_plan_did_not_choose_it() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trimtab
 from trimtab.engine import low_bit
@@ -86,20 +87,24 @@ def train(job: Any, steps: int = 3, **changes: Any) -> list[float]:
         ("fp4", 4.5),
         ("fp4-double", 4.126953125),
         ("int8", 8.0078125),
+        ("nf4-ao", 4.126953125),
+        ("int8-ao", 8.0078125),
     ],
 )
 def test_a_stored_layer_has_the_bytes_of_its_format(base: str, bits: float) -> None:
     layer = nn.Linear(4096, 1024, bias=False).requires_grad_(False)
     stored = QuantizedLinear(layer, BaseFormat(base).storage, "cpu")
     found = sum(tensor.numel() * tensor.element_size() for tensor in stored.parameters())
-    mean = 4 * ("double" in base)  # The mean of the scales is a number of its own.
+    # The mean of the scales is a number of its own; torchao stores the values of nf4 with every layer.
+    mean = {"nf4-double": 4, "fp4-double": 4, "nf4-ao": 4 + 16 * 4}.get(base, 0)
     assert found == BaseFormat(base).storage.count_bytes(1024, 4096) + mean
     assert (found - mean) * 8 / (4096 * 1024) == pytest.approx(bits)
     assert count_weights(dict(stored.named_parameters())["weight"]) == 4096 * 1024
 
 
 @pytest.mark.parametrize(
-    ("base", "error"), [("nf4", 0.1), ("nf4-double", 0.1), ("fp4", 0.15), ("int8", 0.01)]
+    ("base", "error"),
+    [("nf4", 0.1), ("nf4-double", 0.1), ("fp4", 0.15), ("int8", 0.01), ("nf4-ao", 0.1), ("int8-ao", 0.01)],
 )
 def test_restored_weights_are_near_the_weights(base: str, error: float) -> None:
     torch.manual_seed(0)
@@ -110,6 +115,39 @@ def test_restored_weights_are_near_the_weights(base: str, error: float) -> None:
     assert restored.shape == layer.weight.shape
     relative = (restored - layer.weight).norm() / layer.weight.norm()
     assert 0 < relative < error
+
+
+def test_the_formats_of_torchao_take_zeros_and_every_size() -> None:
+    for base in (BaseFormat.NF4_AO, BaseFormat.INT8_AO):
+        layer = nn.Linear(24, 10, bias=False).requires_grad_(False)
+        layer.weight[3:] = 0
+        restored = QuantizedLinear(layer, base.storage, "cpu").restore(torch.float32)
+        assert restored.isfinite().all()
+        assert (restored - layer.weight).abs().max() < 0.03
+
+
+def test_restoring_nf4_as_torchao_does_takes_14_bytes_a_weight() -> None:
+    sizes: list[int] = []
+
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            shares = isinstance(out, torch.Tensor) and any(
+                isinstance(given, torch.Tensor)
+                and given.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+                for given in args
+            )
+            sizes.append(0 if shares else out.numel() * out.element_size())
+            return out
+
+    stored = QuantizedLinear(
+        nn.Linear(512, 256, bias=False).requires_grad_(False).bfloat16(), BaseFormat.NF4_AO.storage, "cpu"
+    )
+    with Count():  # type: ignore[no-untyped-call]
+        stored.restore(torch.bfloat16)
+    # Besides: two results of shifts and two repeated scales, which go at once, and the scales themselves.
+    temporary = 2 * 0.5 + 2 * 1
+    assert sum(sizes) / (512 * 256) == pytest.approx(14 + temporary, abs=0.3)
 
 
 def test_values_of_the_codebook_are_restored_exactly() -> None:

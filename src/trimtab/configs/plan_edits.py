@@ -319,7 +319,7 @@ def _leave_out_float8(draft: Draft, target: ConfigTarget, setting: Setting) -> S
     """Return the setting with products in 16 bits, and warn, if a config says the precision but not fp8."""
     precision, wide = setting.precision, without_float8(setting.precision)
     knobs = [knob for knob in target.knobs if knob.field == "precision"]
-    if precision is wide or not knobs or any(precision.value in knob.words for knob in knobs):
+    if precision is wide or not knobs or any(knob.nearest(precision.value) in knob.words for knob in knobs):
         return setting
     draft.warn(
         f"No key here says {precision}: {wide} is written, which is slower. Convert the linear layers in "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from trimtab.engine import low_bit
+from trimtab.engine import low_bit, plain_low_bit
 from trimtab.errors import WrongUse
 from trimtab.jobs.lora import is_linear, layer_widths
 
@@ -71,6 +71,10 @@ class QuantizedLinear(nn.Module):
     def _quantize(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the stored tensors of a matrix by name."""
         storage = self.storage
+        if storage.is_plain and storage.codebook:
+            return plain_low_bit.store_nf4(matrix, storage.block, storage.scale_block)
+        if storage.is_plain:
+            return plain_low_bit.store_int8(matrix)
         if not storage.codebook:
             numbers, scales, _ = ops.quantize_rows(matrix.half(), 0.0)
             return {"weight": numbers, "scales": scales}
@@ -84,6 +88,12 @@ class QuantizedLinear(nn.Module):
         """Return the weights as a matrix of (out_features, in_features)."""
         storage = self.storage
         tensors: Any = self
+        if storage.is_plain and storage.codebook:
+            shape = (self.out_features, self.in_features)
+            return plain_low_bit.restore_nf4(self, shape, storage.block, dtype)
+        if storage.is_plain:
+            plain: torch.Tensor = tensors.weight.to(dtype) * tensors.scales.to(dtype).unsqueeze(1)
+            return plain
         if not storage.codebook:
             scale = tensors.scales.unsqueeze(1).mul(1 / low_bit.LARGEST_INT8)
             restored: torch.Tensor = tensors.weight.to(dtype, copy=True).mul_(scale)
@@ -93,9 +103,13 @@ class QuantizedLinear(nn.Module):
             scales = ops.dequantize_scales(
                 scales, tensors.scale_scales, tensors.scale_mean, storage.scale_block
             )
-        shape = [self.out_features, self.in_features]
         matrix: torch.Tensor = ops.dequantize_4bit(
-            tensors.weight, scales, storage.block, storage.codebook, shape, dtype
+            tensors.weight,
+            scales,
+            storage.block,
+            storage.codebook,
+            [self.out_features, self.in_features],
+            dtype,
         )
         return matrix
 
@@ -122,6 +136,9 @@ class QuantizedLinear(nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         multiply = None if self.storage.codebook else self._multiply
         with torch.autocast(kind, enabled=False):
+            if self.storage.is_plain and not self.storage.codebook:
+                product: torch.Tensor = plain_low_bit.Int8Product.apply(x.to(dtype), self.weight, self.scales)
+                return product if bias is None else product + bias
             out: torch.Tensor = _RestoredProduct.apply(x.to(dtype), bias, self.restore, multiply)
         return out
 

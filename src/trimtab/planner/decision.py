@@ -91,7 +91,7 @@ def choose_plan(
             raise _make_no_plan_error(question, space, result, estimator)
         if complete:
             what_if = (
-                *_list_what_ifs(question, estimator, best, rows),
+                *_list_what_ifs(_pin_ways(question, used), estimator, best, rows),
                 *_list_ways(question, estimator, best),
             )
     except KeyboardInterrupt:
@@ -141,9 +141,8 @@ def _search_ways(
         best = found[1].result.best
         if best is not None and not any(way.allow for way in ways):
             continue
-        pinned = question.policy.replace(pins=question.policy.pins | join_pins(ways))
         try:
-            outcome = _search_precisions(replace(question, policy=pinned), estimator, counts, notice)
+            outcome = _search_precisions(_pin_ways(question, ways), estimator, counts, notice)
         except TrimtabError:
             # The job cannot use this way, as a model without frozen layers cannot store them in 4 bits.
             continue
@@ -151,6 +150,11 @@ def _search_ways(
         if other is not None and (best is None or _is_clearly_better(other, best, question.policy)):
             found = ways, outcome
     return found
+
+
+def _pin_ways(question: PlanQuestion, ways: tuple[WayToFit, ...]) -> PlanQuestion:
+    """Return the question about settings that use the ways."""
+    return replace(question, policy=question.policy.replace(pins=question.policy.pins | join_pins(ways)))
 
 
 WORTH_A_CHANGE = 0.02
@@ -539,7 +543,9 @@ def _make_no_plan_error(
     if _has_only_failures(result):
         # Every strategy failed. A failure of the plainest setting is most likely the job's own.
         return _try_plainest(space, estimator) or next(iter(result.failed.values()))[1]
-    return make_nothing_fits(question.workload, question.cluster, space, result, estimator)
+    return make_nothing_fits(
+        question.job, question.workload, question.cluster, space=space, result=result, estimator=estimator
+    )
 
 
 def _make_too_late_error(question: PlanQuestion, best: Evaluation) -> NothingFits:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import NothingFits, TrimtabError
+from trimtab.jobs.registry import FOLDER
 from trimtab.planner.estimator_interface import available_bytes
 from trimtab.planner.search import RECOMPUTES, Evaluation, memory_limit, search_space
 from trimtab.planner.space import build_space, format_pins
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from trimtab.planner.space import Space
     from trimtab.spec import Cluster, Device, Policy, Workload
 
+RANK = 16
+"""Rank of adapters that are proposed."""
 MOST_GPUS = 64
 GPUS_PER_NODE = 8
 """GPUs in a node of an imagined cluster."""
@@ -38,8 +41,14 @@ MOVABLE = (
 """Pins that affect memory, in the order in which leaving them out is tried."""
 
 
-def make_nothing_fits(
-    workload: Workload, cluster: Cluster, space: Space, result: SearchResult, estimator: Estimator
+def make_nothing_fits(  # noqa: PLR0913 - what a plan depends on, and what was found
+    job: str,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    space: Space,
+    result: SearchResult,
+    estimator: Estimator,
 ) -> NothingFits:
     """Return the error, with the changes that would fit in its `nearest`."""
     near = min(
@@ -47,7 +56,14 @@ def make_nothing_fits(
     ) or _find_closest(space, result, estimator)
     least = min((least for _, least in result.too_large.values() if least), default=0)
     need = least if near is None else near.estimate.need_bytes
-    changes = tuple(_list_changes(workload, cluster, space, need, estimator))
+    # Frozen weights have no optimizer state: a job with little of it trains adapters already.
+    trains_all = near is None or near.estimate.parts.optimizer >= near.estimate.parts.weights
+    adapters = (
+        _try_adapters(workload, cluster, space.policy, estimator)
+        if job.startswith(FOLDER) and trains_all
+        else ()
+    )
+    changes = (*adapters, *_list_changes(workload, cluster, space, need, estimator))
     pinned = format_pins(space.policy.pins)
     error = NothingFits(
         f"{workload.name or 'the job'} on {format_devices(cluster)}{' with ' * bool(pinned)}{pinned}",
@@ -170,6 +186,22 @@ def _try_ways(
             return
 
 
+def _try_adapters(
+    workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
+) -> Iterator[SuggestedChange]:
+    """Try adapters on frozen layers in 4 bits."""
+    if "base" in policy.pins:
+        return
+    adapted = estimator.with_changes(lora=RANK)
+    for loss in ({"loss": "chunked"}, {}):
+        pins = {"recompute": "full"} | policy.pins | loss | {"base": "nf4"}
+        seen = _search_best(workload, cluster, policy.replace(pins=pins), adapted)
+        if seen is not None:
+            what = f"train adapters on layers in 4 bits with --lora {RANK} --allow quantised"
+            yield from _make_change(what, seen)
+            return
+
+
 def _try_fewer_pins(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
 ) -> Iterator[SuggestedChange]:
@@ -235,11 +267,30 @@ def _try_more_gpus(
     count = 2 * len(cluster.devices)
     while count <= MOST_GPUS:
         pinned = free.replace(pins={**free.pins, "gpus": count})
-        seen = _search_best(workload, imagine_cluster(cluster, first, count), pinned, estimator)
+        many = imagine_cluster(cluster, first, count)
+        seen = (
+            _search_best(workload, many, pinned, estimator)
+            if _may_fit(workload, many, pinned, estimator)
+            else None
+        )
         if seen is not None:
             yield from _make_change(f"use {count} of these GPUs", seen)
             return
         count *= 2
+
+
+def _may_fit(workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator) -> bool:
+    """Whether sharding fits with the smallest micro-batches, if it is possible: one trace, not many."""
+    smallest = policy.replace(pins=SMALLEST | policy.pins)
+    try:
+        legal = build_space(workload, cluster, smallest)
+    except TrimtabError:
+        return True
+    return not legal.families or _search_best(workload, cluster, smallest, estimator) is not None
+
+
+SMALLEST = {"strategy": "fsdp", "recompute": "full", "micro_batch": 1}
+"""Pins of the setting that needs least memory on each of many GPUs."""
 
 
 def imagine_cluster(cluster: Cluster, device: Device, count: int) -> Cluster:

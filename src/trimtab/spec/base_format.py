@@ -26,7 +26,10 @@ class BaseStorage(Noun, frozen=True, kw_only=True):
     outliers: float = 0.0
     """Activations from this size on are multiplied in 16 bits; 0: none are."""
     library: str = ""
-    """Python package with the CUDA kernels."""
+    """Python package with the CUDA kernels, or whose plain torch code is followed."""
+    is_plain: bool = False
+    """Whether layers are stored and restored in plain torch, with a buffer for every step, on all devices.
+    Scales then have the dtype of the weights."""
 
     def faults(self) -> list[str]:
         """Check that sizes are not negative."""
@@ -38,7 +41,7 @@ class BaseStorage(Noun, frozen=True, kw_only=True):
         return bool(self.bits)
 
     def count_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes of a stored matrix with its scales.
+        """Return the bytes of a stored matrix with its scales in float32.
 
         >>> BaseFormat.NF4.storage.count_bytes(4096, 4096) / 4096**2 * 8
         4.5
@@ -83,3 +86,10 @@ class BaseFormat(StrEnum):
     )
     INT8 = "int8", BaseStorage(bits=8, outliers=6.0, library="bitsandbytes")
     """8-bit integers with a scale per row; large activations are multiplied in 16 bits (LLM.int8)."""
+    NF4_AO = (
+        "nf4-ao",
+        BaseStorage(bits=4, block=64, codebook="nf4", scale_block=256, library="torchao", is_plain=True),
+    )
+    """nf4 with scales in 8 bits as torchao has it, for torchtune: the same size, and larger buffers."""
+    INT8_AO = "int8-ao", BaseStorage(bits=8, library="torchao", is_plain=True)
+    """8-bit integers with a scale per row; products in 16 bits, as in torchao's quantized training."""

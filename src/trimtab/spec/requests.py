@@ -154,7 +154,8 @@ RecomputeName = Annotated[
 BaseName = Annotated[
     str,
     option(
-        "Storage of frozen linear layers: none (as they are), nf4, nf4-double, fp4, fp4-double or int8.",
+        "Storage of frozen linear layers: none (as they are), nf4, nf4-double, fp4, fp4-double, int8 "
+        "(bitsandbytes), nf4-ao or int8-ao (torchao).",
         metavar="FORMAT",
     ),
 ]
