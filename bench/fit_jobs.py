@@ -56,6 +56,19 @@ class Decoder(trimtab.Job):
         return loss
 
 
+class LigerDecoder(Decoder):
+    """A Llama with all of Liger's kernels, its loss among them."""
+
+    name = "fit-liger"
+
+    def model(self) -> torch.nn.Module:
+        """Return the model, after Liger has replaced the parts of all Llamas."""
+        from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
+
+        apply_liger_kernel_to_llama()
+        return super().model()
+
+
 class Wide(trimtab.Job):
     """Blocks of two linear layers on vectors, with biases."""
 

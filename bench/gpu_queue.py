@@ -387,7 +387,7 @@ def _optimizers() -> list[QueuedCase]:
     small = {"layers": 8, "vocabulary": 32_000}
     rules = (
         "adamw8bit", "adamw4bit", "paged-adamw8bit", "adafactor", "muon", "adamw8bit-ao", "adamw-fp8",
-        "lion8bit", "sgd", "paged-adamw", "lion", "adamw",
+        "lion8bit", "sgd", "paged-adamw", "lion", "adamw", "adamw-bf16",
     )  # fmt: skip
     return [
         *(QueuedCase(f"optimizer-{rule}-b4", FIT, 4, small, rule=rule) for rule in rules),
@@ -417,7 +417,7 @@ def _recomputes() -> list[QueuedCase]:
     options = {"layers": 12, "vocabulary": 32_000}
     return [
         QueuedCase(f"recompute-{way}-b8", FIT, 8, options, recompute=way)
-        for way in ("every-2", "every-4", "selective", "every-3", "none", "full")
+        for way in ("every-2", "every-4", "selective", "every-3", "none", "full", "all-but-3", "all-but-4")
     ]
 
 
@@ -500,9 +500,30 @@ def _state_offloads() -> list[QueuedCase]:
     ]  # fmt: skip
 
 
+def _packed() -> list[QueuedCase]:
+    """Documents of different lengths in one row, and Liger's kernels."""
+    packed = "bench/packed_jobs.py:Packed"
+    return [
+        *(
+            QueuedCase(f"packed-varlen-{mix}-b1", packed, 1, {"mix": mix})
+            for mix in ("long", "short", "even")
+        ),
+        QueuedCase("packed-flex-long-b1", packed, 1, {"mix": "long", "way": "flex"}),
+        *(
+            QueuedCase(
+                f"liger-v{words // 1000}k-b{micro}", "bench/fit_jobs.py:LigerDecoder", micro,
+                {"layers": 4, "vocabulary": words},
+            )
+            for words, micro in ((128_256, 8), (32_000, 8), (151_936, 4))
+        ),
+    ]  # fmt: skip
+
+
 def _ways_to_fit() -> list[QueuedCase]:
     """The most informative of each kind first."""
-    kinds = [_bases(), _optimizers(), _losses(), _recomputes(), _float8(), _offloads(), _state_offloads()]
+    kinds = [
+        _bases(), _optimizers(), _losses(), _recomputes(), _float8(), _offloads(), _state_offloads(), _packed()
+    ]  # fmt: skip
     longest = max(map(len, kinds))
     return [cases[place] for place in range(longest) for cases in kinds if place < len(cases)]
 

@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from trimtab.planner.estimator_interface import Layout
     from trimtab.spec import Device, Setting
 
-KEPT = {Recompute.NONE: 1.0, Recompute.SELECTIVE: 0.6, Recompute.FULL: 0.2}
-AGAIN = {Recompute.NONE: 1.0, Recompute.SELECTIVE: 1.1, Recompute.FULL: 1.33}
+KEPT = {way: 1.0 - 0.8 * way.way.share for way in Recompute} | {Recompute.SELECTIVE: 0.6}
+AGAIN = {way: 1.0 + 0.33 * way.way.share for way in Recompute} | {Recompute.SELECTIVE: 1.1}
+
+
+def traced_ends(setting: Setting) -> list[Setting]:
+    """The settings whose traces give this one's."""
+    ends = (Recompute.NONE, Recompute.FULL) if setting.recompute.way.is_partial else (setting.recompute,)
+    return [setting.replace(recompute=end) for end in ends]
 
 
 @dataclass
@@ -90,8 +96,10 @@ class Law:
             return LowerBound(step_s=None)
         if not self.bounds:
             return LowerBound()
-        if self.family(setting, layout) in self.traced:
-            return LowerBound(step_s=self.step_s(setting, layout))
+        if all(self.family(end, layout) in self.traced for end in traced_ends(setting)):
+            need = self.need_bytes(setting.replace(allocator=Allocator.EXPANDABLE))
+            known = int(0.9 * need) if setting.recompute.way.is_partial else 0
+            return LowerBound(step_s=self.step_s(setting, layout), need_bytes=known)
         none = setting.replace(recompute=Recompute.NONE)
         least = none.accumulation * self.round_s(none, layout.device)
         return LowerBound(step_s=least, need_bytes=int(self.static_bytes / setting.mesh.size))
@@ -104,7 +112,7 @@ class Law:
 
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
         self.prepared += [setting for setting, _ in asked]
-        self.traced |= {self.family(setting, layout) for setting, layout in asked}
+        self.traced |= {self.family(end, layout) for setting, layout in asked for end in traced_ends(setting)}
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         if self.fails or (self.fails_compiled and setting.compile):

@@ -149,7 +149,7 @@ def test_wrong_options_with_json_are_one_json_object_too(args: list[str], found:
 def test_the_list_of_devices_is_json_where_that_is_asked_for() -> None:
     listed = json.loads(trimtab_cli("detect", "--list", "--json").stdout)["devices"]
     (h100,) = [one for one in listed if one["name"] == "H100"]
-    assert len(listed) == 51
+    assert len(listed) == 69
     assert h100["memory_bytes"] == trimtab.cluster("H100").devices[0].memory_bytes
     assert h100["peaks"]["bf16"] == pytest.approx(989.4e12)
     assert "NVIDIA H100 80GB HBM3" in h100["also"]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trimtab
 from trimtab.engine import low_bit
+from trimtab.engine.bf16_adamw import Bf16AdamW
 from trimtab.engine.chunked_loss import apply_loss_form, count_pieces
-from trimtab.engine.low_bit_optimizer import LowBitOptimizer
+from trimtab.engine.low_bit_optimizer import LowBitOptimizer, find_states, imitate_optimizer
 from trimtab.engine.optimizer import make_optimizers
 from trimtab.engine.quantize import QuantizedLinear, count_weights, quantize_frozen
 from trimtab.engine.recompute import enable_recompute
@@ -246,7 +249,38 @@ def test_adapters_on_a_quantized_base_learn(base: BaseFormat) -> None:
 # Optimizers.
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adafactor", "muon", "sgd"])
+def test_states_in_bf16_are_half_as_large_and_survive_a_checkpoint() -> None:
+    torch.manual_seed(0)
+    before = torch.randn(64, 32)
+    gradients = [torch.randn(64, 32) for _ in range(4)]
+
+    def update(optimizer: Any, parameter: nn.Parameter, chosen: list[torch.Tensor]) -> None:
+        for gradient in chosen:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+
+    weights = [nn.Parameter(before.clone()) for _ in range(3)]
+    whole = torch.optim.AdamW([weights[0]], lr=1e-2, betas=(0.9, 0.95))
+    stored, resumed = (Bf16AdamW([weight], lr=1e-2, betas=(0.9, 0.95)) for weight in weights[1:])
+    update(whole, weights[0], gradients[:1])
+    update(stored, weights[1], gradients[:1])
+    # The first update is computed before anything is rounded.
+    torch.testing.assert_close(weights[1], weights[0])
+    update(whole, weights[0], gradients[1:])
+    update(stored, weights[1], gradients[1:2])
+    with torch.no_grad():
+        weights[2].copy_(weights[1])
+    resumed.load_state_dict(copy.deepcopy(stored.state_dict()))
+    update(stored, weights[1], gradients[2:])
+    update(resumed, weights[2], gradients[2:])
+    assert torch.equal(weights[1], weights[2])
+    difference = (weights[1] - weights[0]).abs().max()
+    assert 0 < difference < 0.01 * (weights[0] - before).abs().max()
+    states = [value for value in resumed.state[weights[2]].values() if isinstance(value, torch.Tensor)]
+    assert sum(state.numel() * state.element_size() for state in states) == 4 * before.numel()
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw-bf16", "adafactor", "muon", "sgd"])
 def test_other_optimizers_of_torch_update_the_weights(rule: str) -> None:
     losses = train(Whole(), steps=2, optimizer_rule=OptimizerRule(rule))
     assert losses[-1] < losses[0]
@@ -371,8 +405,39 @@ def test_models_without_a_loss_of_their_own_are_refused() -> None:
 # Recomputation.
 
 
-@pytest.mark.parametrize(("way", "count"), [("every-2", 2), ("every-3", 1), ("every-4", 1)])
+@pytest.mark.parametrize(("way", "count"), [("every-2", 2), ("every-4", 1), ("all-but-3", 2)])
 def test_some_blocks_are_recomputed_and_losses_stay(way: str, count: int) -> None:
     model = tiny_llama()
     assert enable_recompute(model, Recompute(way)) == [f"model.layers ({count} blocks)"]
     assert train(Whole(), recompute=Recompute(way)) == train(Whole())
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "options", "bits", "states"),
+    [
+        ("bitsandbytes.optim", "AdamW8bit", {}, 8, 2),
+        ("bitsandbytes.optim", "PagedAdamW8bit", {}, 8, 2),
+        ("bitsandbytes.optim", "AdamW", {"optim_bits": 32}, 32, 2),
+        ("bitsandbytes.optim", "Lion8bit", {}, 8, 1),
+        ("torchao.optim", "AdamW4bit", {}, 4, 2),
+        ("torchao.optim", "AdamWFp8", {}, 8, 2),
+    ],
+)
+def test_a_low_bit_optimizer_of_a_job_is_recognised(
+    package: str, name: str, options: dict[str, Any], bits: int, states: int
+) -> None:
+    library = pytest.importorskip(package)
+    parameter = nn.Parameter(torch.zeros(128, 64))
+    built = getattr(library, name)([parameter], lr=1e-3, **options)
+    found = find_states(built)
+    assert found is not None
+    assert (found.bits, found.states, bool(found.paged_from)) == (bits, states, "Paged" in name)
+    assert imitate_optimizer(built) is built  # Tensors with values keep the real one.
+    hollow = FakeTensorMode().from_tensor(parameter)
+    made = imitate_optimizer(getattr(library, name)([hollow], lr=1e-3, **options))
+    assert isinstance(made, LowBitOptimizer)
+    assert made.param_groups[0]["params"][0] is hollow
+
+
+def test_optimizers_of_torch_are_not_taken_for_others() -> None:
+    assert find_states(torch.optim.AdamW([nn.Parameter(torch.zeros(2))])) is None

@@ -13,13 +13,13 @@ from trimtab.cli.console import Json, console, print_json, print_text
 from trimtab.cli.options import command, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import TrimtabError
-from trimtab.spec import Recompute
+from trimtab.spec import LossForm, Recompute, Verdict
 from trimtab.spec.requests import EstimateRequest
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
     from trimtab.predict.memory import MemoryPeaks
-    from trimtab.spec import Cluster, Estimate, Setting
+    from trimtab.spec import Cluster, Device, Estimate, Setting, Trace
 
 WORTH_SAYING = 0.01
 """Smaller savings get no line."""
@@ -114,11 +114,63 @@ def _estimate(
         )
     if isinstance(first, TrimtabError):
         raise first
-    result, details, _ = first
+    result, details, trace = first
     compared = next((other[0] for other in others if not isinstance(other, TrimtabError)), None)
-    if compared is None:
-        return result, details, ()
-    return result, details, _help_lines(setting, result.process_bytes, compared.process_bytes)
+    lines = () if compared is None else _help_lines(setting, result.process_bytes, compared.process_bytes)
+    if not quiet and is_nearly_full(result, device) and has_large_logits(setting, details):
+        chunked = setting.replace(loss=LossForm.CHUNKED)
+        other: Any = None
+        if count_loss_pieces(trace) <= MOST_PIECES or api.is_known(request.job, chunked, device, **asked):
+            with progress("tracing the loss in pieces"):
+                (other,) = api.look_at_all(request.job, [chunked], device, where=where, **asked)
+        lines += _help_with_logits(details, result.process_bytes, other)
+    return result, details, lines
+
+
+LARGE_LOGITS = 0.1
+"""Share of the allocated memory from which logits are worth a line."""
+MOST_PIECES = 128
+"""A loss in more pieces takes long to trace: its saving is given as a bound."""
+LOSS_IN_PIECES = (
+    "logits and their gradients take {size} of this peak, and --loss chunked is only for causal language "
+    "models of transformers. In loss(), give the last hidden states and the weight of the head to "
+    "torch.nn.functional.linear_cross_entropy with options=torch.nn.LinearCrossEntropyOptions() (torch "
+    "2.13), or to LigerFusedLinearCrossEntropyLoss of liger-kernel: then all logits never exist together"
+)
+
+
+def is_nearly_full(result: Estimate, device: Device) -> bool:
+    """Whether more than half of the device's memory is used, or it fits only tightly."""
+    return result.verdict is not Verdict.FITS or result.process_bytes > device.memory_bytes / 2
+
+
+def has_large_logits(setting: Setting, details: MemoryPeaks) -> bool:
+    """Whether a loss in pieces would save much."""
+    return setting.loss is LossForm.WHOLE and details.logits_bytes > LARGE_LOGITS * details.allocated_bytes
+
+
+def count_loss_pieces(trace: Trace) -> int:
+    """Return how many pieces a loss in pieces would have; the head is the product with the largest result."""
+    from trimtab.engine.chunked_loss import count_pieces
+
+    products = [work.dims for work in trace.works if work.kind == "matrix" and work.dims[0] == 1]
+    _, _, vocabulary, width, *_ = max(products, key=lambda dims: dims[1] * dims[2], default=(1, 1, 1, 1))
+    return count_pieces(vocabulary, width)
+
+
+def _help_with_logits(details: MemoryPeaks, bytes_now: int, chunked: Any) -> tuple[str, ...]:
+    """Return what a loss in pieces would save, or what to change in the job if trimtab cannot do it.
+
+    `chunked` is the estimate of the loss in pieces with its details, its error, or None if it was not traced.
+    """
+    if chunked is None:
+        most = format_bytes(details.logits_bytes)
+        return (f"--loss chunked: up to {most} less, if the job is a causal LM of transformers",)
+    if isinstance(chunked, TrimtabError):
+        return (LOSS_IN_PIECES.format(size=format_bytes(details.logits_bytes)),)
+    bytes_then = chunked[0].process_bytes
+    change = bytes_then / bytes_now - 1
+    return (f"--loss chunked: {format_bytes(bytes_then)}, {change:.0%}",) if -change >= WORTH_SAYING else ()
 
 
 def _status(text: str, *, quiet: bool) -> Any:

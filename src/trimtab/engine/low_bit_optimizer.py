@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from trimtab.spec import OptimizerRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -80,3 +83,38 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 blocks = -(-count // stored.block)
                 states[f"{name}_scale"] = parameter.new_zeros(blocks, dtype=torch.float32)
         return states
+
+
+TORCHAO_RULES = {
+    "8bit": OptimizerRule.ADAMW_8BIT_AO,
+    "4bit": OptimizerRule.ADAMW_4BIT,
+    "Fp8": OptimizerRule.ADAMW_FP8,
+}
+"""Rows of torchao's optimizers by the end of their class names; Adam's states are those of AdamW."""
+
+
+def find_states(optimizer: Any) -> OptimizerStates | None:
+    """Return how an optimizer of bitsandbytes or torchao stores its states; None for any other."""
+    kind = type(optimizer)
+    package = kind.__module__.partition(".")[0]
+    if package == "torchao":
+        rules = [rule for end, rule in TORCHAO_RULES.items() if kind.__name__.endswith(end)]
+        return rules[0].stored if rules else None
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
+    if package != "bitsandbytes" or not isinstance(bits, int):
+        return None
+    paged = optimizer.is_paged
+    rule = OptimizerRule.PAGED_ADAMW_8BIT if paged else OptimizerRule.ADAMW_8BIT
+    has_one = any(parent.__name__ == "Optimizer1State" for parent in kind.__mro__)
+    return rule.stored.replace(bits=bits, states=1 if has_one else 2, least=optimizer.args.min_8bit_size)
+
+
+def imitate_optimizer(optimizer: Any) -> Any:
+    """Return an optimizer with the memory and kernels of a job's own, if its tensors have no values.
+
+    The real ones call kernels that need a GPU. Other optimizers are returned as they are.
+    """
+    stored = find_states(optimizer)
+    if stored is None or not isinstance(optimizer.param_groups[0]["params"][0], FakeTensor):
+        return optimizer
+    return LowBitOptimizer(optimizer.param_groups, stored)

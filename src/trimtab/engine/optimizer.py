@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.engine.low_bit_optimizer import LowBitOptimizer
+from trimtab.engine.low_bit_optimizer import LowBitOptimizer, imitate_optimizer
 from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.jobs.optimizers import has_optimizers, read_optimizers
 from trimtab.spec import OptimizerImplementation, OptimizerRule
@@ -135,6 +135,7 @@ def _make_rule(
 
 def _use_implementation(built: Any, implementation: OptimizerImplementation) -> Any:
     """Return an optimizer like a new one, in the given implementation if its class supports it."""
+    built = imitate_optimizer(built)
     accepted = inspect.signature(type(built).__init__).parameters
     flags: dict[str, Any] = {name: value for name, value in FLAGS[implementation].items() if name in accepted}
     if not flags:

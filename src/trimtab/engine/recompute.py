@@ -29,7 +29,7 @@ def enable_recompute(model: nn.Module, how: Recompute) -> list[str]:
         return []
     way = how.way
     own = getattr(model, "gradient_checkpointing_enable", None)
-    if way.every == 1 and not way.keeps_products and own is not None:
+    if way == Recompute.FULL.way and own is not None:
         own(gradient_checkpointing_kwargs={"use_reentrant": False})
         return ["the model's own switch"]
     lists = find_repeated_blocks(model)
@@ -39,7 +39,10 @@ def enable_recompute(model: nn.Module, how: Recompute) -> list[str]:
             found="this model has no list of repeated blocks",
             cure="Use --recompute none, or put the blocks of the model into an nn.ModuleList.",
         )
-    chosen = [(name, list(blocks.children())[:: way.every]) for name, blocks in lists]
+    chosen = [
+        (name, [block for number, block in enumerate(blocks.children()) if way.has_block(number)])
+        for name, blocks in lists
+    ]
     for _, blocks in chosen:
         for block in blocks:
             _recompute_block(block, selective=way.keeps_products)

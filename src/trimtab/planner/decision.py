@@ -131,7 +131,7 @@ def _search_ways(
 ) -> tuple[tuple[WayToFit, ...], _SearchOutcome]:
     """Search; then also with the ways to fit that the policy allows, and return the best with its ways.
 
-    Ways that need no permission are only searched if nothing fits without them.
+    Ways that need no permission are only searched if nothing fits without them, or only tightly.
     """
     first = _search_precisions(question, estimator, counts, notice)
     found: tuple[tuple[WayToFit, ...], _SearchOutcome] = (), first
@@ -139,7 +139,7 @@ def _search_ways(
         return found
     for ways in list_variants(question.policy, allowed=True):
         best = found[1].result.best
-        if best is not None and not any(way.allow for way in ways):
+        if best is not None and not best.is_tight and not any(way.allow for way in ways):
             continue
         try:
             outcome = _search_precisions(_pin_ways(question, ways), estimator, counts, notice)
@@ -147,7 +147,10 @@ def _search_ways(
             # The job cannot use this way, as a model without frozen layers cannot store them in 4 bits.
             continue
         other = outcome.result.best
-        if other is not None and (best is None or _is_clearly_better(other, best, question.policy)):
+        if other is None:
+            continue
+        has_room = best is not None and best.is_tight and not other.is_tight
+        if best is None or has_room or _is_clearly_better(other, best, question.policy):
             found = ways, outcome
     return found
 

@@ -12,15 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trimtab.cache import make_key
-from trimtab.errors import TrimtabError
+from trimtab.errors import CannotFollow, TrimtabError
 from trimtab.planner.estimator_interface import LowerBound, available_bytes
+from trimtab.planner.search import predict_on_line
 from trimtab.predict import communication, step_time
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.capacity import judge_fully
 from trimtab.predict.derive import derive_trace
 from trimtab.predict.estimate import estimate_trace as judge
+from trimtab.predict.estimate import mix_times
 from trimtab.predict.host_link import find_host_link
 from trimtab.predict.memory import add_accumulation
+from trimtab.predict.mix_recompute import RecomputeMix, TracesDiffer
 from trimtab.spec import PARTS, Allocator, Estimate, Offload, Recompute
 from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
 from trimtab.strategies import one_micro_batch, one_replica, strategy_of
@@ -50,6 +53,8 @@ UNUSED_WITH_BATCH = UNUSED | {"global_batch"}
 LINK_UNUSED = frozenset({"devices"})
 """Fields of a Link that no estimate depends on: only the number of devices that it joins matters."""
 LINK_WITHIN_UNUSED = LINK_UNUSED | {"source"}
+MIXED_SLACK = 0.9
+"""Factor of the lower bound on memory with some blocks recomputed."""
 STATIC_PARTS = (PARTS.index("weights"), PARTS.index("optimizer"))
 
 
@@ -133,6 +138,14 @@ class TraceEstimator:
     """Numbers of shards that are traced directly instead of derived from two others."""
     judged: dict[str, Estimate] = field(default_factory=dict)
     """Estimates judged by replays within a memory limit."""
+    mixes: bool = False
+    """Whether traces with some blocks recomputed are derived from those with none and with all."""
+    matched: dict[str, RecomputeMix | TrimtabError] = field(default_factory=dict)
+    """Traces with none and with all blocks recomputed, by the key of the first."""
+    block_counts: dict[str, int] = field(default_factory=dict)
+    """Number of blocks that full recomputation repeats, by everything but the micro-batch."""
+    needs: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Bytes of estimated settings by micro-batch, by family."""
     names: dict[Layout, str] = field(default_factory=dict)
     """The layout's part of an estimate key."""
 
@@ -163,6 +176,9 @@ class TraceEstimator:
             untimed=set(),
             family_times={},
             judged={},
+            matched={},
+            block_counts={},
+            needs={},
         )
 
     def prepare(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
@@ -202,6 +218,8 @@ class TraceEstimator:
             estimate = Estimate.from_builtins(self._compute_estimate(setting, layout, key).to_builtins())
             # The key changes if this number of shards could not be derived from others.
             self.results.estimates[self._estimate_key(setting, layout)] = estimate
+            needs = self.needs.setdefault(self._family_key(setting, layout), {})
+            needs[setting.micro_batch] = estimate.need_bytes
         return estimate.judge_quickly(available_bytes(layout.device))
 
     def judge_within(
@@ -252,6 +270,8 @@ class TraceEstimator:
         # Bounds and estimates use the same clock, so that an exact bound stays exact.
         seconds = self._compute_time(setting, layout, lambda: trace, keep=on_a_line)
         total = add_accumulation(estimate, trace, setting).replace(step_s=seconds)
+        if self._is_mixed(setting):
+            total = total.replace(**self._mix_times(setting, layout))
         if on_a_line:
             self.cache.estimates[key] = total.to_builtins()
             self.cache.changed = True
@@ -261,6 +281,11 @@ class TraceEstimator:
         """Return the trace of a setting derived from loaded traces; None if one is missing."""
         traced, device = to_traced_setting(setting), strip_device(layout.device)
         key = self._trace_key(traced, device)
+        if key not in self.derived and self._is_mixed(setting):
+            mix = self._match(setting, layout)
+            if mix is None:
+                return None
+            self.derived[key] = mix if isinstance(mix, TrimtabError) else mix.mix(setting.recompute.way)
         if key not in self.derived:
             needed = strategy_of(traced).trace_parts(traced, self.direct)
             parts = [self.traces.get(self._trace_key(part, device)) for part in needed]
@@ -270,6 +295,72 @@ class TraceEstimator:
                 return None
             self.derived[key] = wrong or derive_trace(traced, traces)
         return self.derived[key]
+
+    def _is_mixed(self, setting: Setting) -> bool:
+        """Whether the trace of a setting is derived from those with none and with all blocks recomputed."""
+        return self.mixes and setting.recompute.way.is_partial
+
+    def _match(self, setting: Setting, layout: Layout) -> RecomputeMix | TrimtabError | None:
+        """Return the traces with none and with all blocks recomputed, matched; None if one is missing."""
+        none, full = setting.replace(recompute=Recompute.NONE), setting.replace(recompute=Recompute.FULL)
+        device = strip_device(layout.device)
+        key = self._trace_key(to_traced_setting(none), device)
+        if key not in self.matched:
+            ends = [self._derive_trace(end, layout) for end in (none, full)]
+            if any(end is None for end in ends):
+                return None
+            wrong = next((end for end in ends if isinstance(end, TrimtabError)), None)
+            first, second = ends
+            if wrong is not None:
+                self.matched[key] = wrong
+            else:
+                assert first is not None and not isinstance(first, TrimtabError)  # noqa: S101, PT018
+                assert second is not None and not isinstance(second, TrimtabError)  # noqa: S101, PT018
+                self.matched[key] = _match_traces(first, second)
+        return self.matched[key]
+
+    def _recomputed_share(self, setting: Setting, layout: Layout) -> float | None:
+        """Return the share of blocks that a setting recomputes; None if their number is not known yet."""
+        line = self._line_key(to_traced_setting(setting.replace(recompute=Recompute.NONE)), layout.device)
+        if line not in self.block_counts:
+            mix = self._match(setting, layout)
+            if mix is None or isinstance(mix, TrimtabError):
+                return None
+            self.block_counts[line] = mix.blocks
+        count = self.block_counts[line]
+        return sum(map(setting.recompute.way.has_block, range(count))) / count
+
+    def _mixed_time(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float | None:
+        """Return the time on the line between none and all blocks recomputed; None if an end is missing."""
+        share = self._recomputed_share(setting, layout)
+        none = known_time(setting.replace(recompute=Recompute.NONE), layout)
+        full = known_time(setting.replace(recompute=Recompute.FULL), layout)
+        return None if share is None or none is None or full is None else none + share * (full - none)
+
+    def _mix_times(self, setting: Setting, layout: Layout) -> dict[str, Any]:
+        """Return the time fields of an estimate with some blocks recomputed."""
+        none, full = (
+            self.estimate(setting.replace(recompute=end), layout) for end in (Recompute.NONE, Recompute.FULL)
+        )
+        return mix_times(none, full, self._recomputed_share(setting, layout) or 0.0)
+
+    def _least_mixed_bytes(self, setting: Setting, layout: Layout) -> int:
+        """Return a lower bound on memory with some blocks recomputed; 0 if it is not known.
+
+        Memory is nearly on the line between none and all, and somewhat below it where the peaks are at
+        different places.
+        """
+        share = self._recomputed_share(setting, layout)
+        if share is None:
+            return 0
+        ends = []
+        for recompute in (Recompute.NONE, Recompute.FULL):
+            points = self.needs.get(self._family_key(setting.replace(recompute=recompute), layout), {})
+            need = points.get(setting.micro_batch) or predict_on_line(points, setting.micro_batch)
+            if need is None:
+                return 0
+            ends.append(need)
+        return int(MIXED_SLACK * (ends[0] + share * (ends[1] - ends[0])))
 
     def _has_anchors(self, setting: Setting, layout: Layout) -> bool:
         """Whether the traces are loaded from which a setting's trace is derived."""
@@ -288,10 +379,13 @@ class TraceEstimator:
     def _make_bound(self, setting: Setting, layout: Layout, known_time: KnownTime) -> LowerBound:
         if layout.device.kind in self.untimed:
             return LowerBound(step_s=None, need_bytes=self._least_bytes(setting))
+        need = self._least_bytes(setting)
+        if self._is_mixed(setting):
+            need = max(need, self._least_mixed_bytes(setting, layout))
         seconds = known_time(setting, layout)
         if seconds is None:
             seconds = self._bound_time(setting, layout, known_time)
-        return LowerBound(step_s=seconds, need_bytes=self._least_bytes(setting))
+        return LowerBound(step_s=seconds, need_bytes=need)
 
     def tighten_bound(self, setting: Setting, layout: Layout) -> LowerBound:
         """Return the bound after computing the time without recompute, if two traces give it."""
@@ -317,7 +411,11 @@ class TraceEstimator:
     def _trace_parts(self, setting: Setting) -> list[Setting]:
         """Return the settings whose traces give this setting's trace."""
         traced = to_traced_setting(setting)
-        return strategy_of(traced).trace_parts(traced, self.direct)
+        ends = (Recompute.NONE, Recompute.FULL) if self._is_mixed(setting) else (setting.recompute,)
+        strategy = strategy_of(traced)
+        return [
+            part for end in ends for part in strategy.trace_parts(traced.replace(recompute=end), self.direct)
+        ]
 
     def _line_key(self, setting: Setting, device: Device) -> str:
         return self._trace_key(setting.replace(micro_batch=1, global_batch=setting.data_parallel), device)
@@ -384,6 +482,11 @@ class TraceEstimator:
     def _traced_time(self, setting: Setting, layout: Layout) -> float | None:
         """Return the time from loaded traces, without a memory replay; None if a trace is missing."""
         key = self._estimate_key(setting.replace(allocator=Allocator.DEFAULT), layout)
+        if key not in self.results.times and self._is_mixed(setting):
+            seconds = self._mixed_time(setting, layout, self._traced_time)
+            if seconds is None:
+                return None
+            self.results.times[key] = seconds
         if key not in self.results.times:
             if not (key in self.cache.times and self._has_anchors(setting, layout)):
                 trace = self._derive_trace(setting, layout)
@@ -467,6 +570,17 @@ class TraceEstimator:
         is_direct = strategy_of(setting).is_sharded and setting.mesh.dp_shard in self.direct
         direct = " direct" if is_direct else ""
         return f"{self.names[layout]} {setting_key(setting)}{direct}"
+
+
+def _match_traces(none: Trace, full: Trace) -> RecomputeMix | TrimtabError:
+    try:
+        return RecomputeMix(none, full)
+    except TracesDiffer:
+        return CannotFollow(
+            "recompute of some blocks",
+            found="its memory does not follow from the steps without and with full recomputation",
+            cure="Pin it to have it traced, as in --pin recompute=every-2.",
+        )
 
 
 def _store_minimum(times: dict[str, float], key: str, seconds: float) -> None:

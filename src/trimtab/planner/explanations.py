@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.planner.batch_split import divide_evenly, is_exact, list_micro_batches
 from trimtab.planner.estimator_interface import available_bytes
-from trimtab.planner.search import TIE, compute_run_s
-from trimtab.planner.space import USUAL_WORKERS, make_sentence
+from trimtab.planner.search import RECOMPUTES, TIE, compute_run_s
+from trimtab.planner.space import TRACED_RECOMPUTES, USUAL_WORKERS, make_sentence
 from trimtab.spec import Allocator, Candidate, EstimatedSetting, Objective, Reason, Recompute, Rejection
 from trimtab.strategies import strategy_of
 from trimtab.units import format_bytes, format_duration, format_flops, plural
@@ -280,11 +280,16 @@ def _explain_precision(best: Evaluation, space: Space) -> str:
 def _explain_recompute(best: Evaluation, result: SearchResult, space: Space) -> str:
     if pinned := _explain_pin(space, "recompute"):
         return pinned
-    others = _compare_others(
-        best,
-        _restrict_result(result, lambda setting: setting.mesh, best),
-        lambda setting: setting.recompute.value,
+    # Of the steps between none and full, only the next one with less recomputation says anything.
+    less = RECOMPUTES[max(0, RECOMPUTES.index(best.setting.recompute) - 1)]
+    shown = {*TRACED_RECOMPUTES, less, best.setting.recompute}
+    alike = _restrict_result(result, lambda setting: setting.mesh, best)
+    alike = replace(
+        alike,
+        evaluations=[seen for seen in alike.evaluations if seen.setting.recompute in shown],
+        beaten={family: why for family, why in alike.beaten.items() if family.recompute in shown},
     )
+    others = _compare_others(best, alike, lambda setting: setting.recompute.value)
     if best.setting.recompute is Recompute.NONE:
         return "; ".join(["fits without recompute", *others])
     return "; ".join(others) or "it needs less memory"

@@ -14,7 +14,7 @@ from trimtab.planner.batch_split import divide_evenly, divide_in_proportion, lis
 from trimtab.planner.estimator_interface import Layout, available_bytes
 from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, read_ways
 from trimtab.planner.search import Evaluation
-from trimtab.planner.space import SEARCHED_RECOMPUTES, can_run, count_workers
+from trimtab.planner.space import TRACED_RECOMPUTES, can_run, count_workers
 from trimtab.spec import Allocator, Offload, Precision, Recompute, Rejection, Setting
 from trimtab.strategies import strategy_by_speed
 
@@ -70,7 +70,7 @@ def _explain_unfit(space: Space, layout: Layout) -> str:
 
 def _search_layout(space: Space, estimator: Estimator, layout: Layout) -> Iterator[Evaluation]:
     pins = space.policy.pins
-    recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else SEARCHED_RECOMPUTES
+    recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else TRACED_RECOMPUTES
     stored = Offload.ACTIVATIONS in read_ways(pins).get("offload", ())
     for recompute in recomputes:
         compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]

@@ -165,7 +165,11 @@ def _search_plan(
     cached = ESTIMATES.load(key, _read_estimates) if tracing.cache else None
     estimates = cached or EstimateCache()
     estimator = TraceEstimator(
-        trace_all=tracing.trace_all, calibration_of=read_own_calibration, say=say, cache=estimates
+        mixes="recompute" not in question.policy.pins,
+        trace_all=tracing.trace_all,
+        calibration_of=read_own_calibration,
+        say=say,
+        cache=estimates,
     )
     estimator.direct |= direct_shards(list_shard_counts(question.workload, question.cluster, question.policy))
     try:

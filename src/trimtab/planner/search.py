@@ -37,8 +37,9 @@ on calibrated devices. The search then takes the simpler plan."""
 
 RECOMPUTES = (
     *(Recompute.NONE, Recompute.SELECTIVE, Recompute.EVERY_4, Recompute.EVERY_3, Recompute.EVERY_2),
-    Recompute.FULL,
+    *(Recompute.ALL_BUT_3, Recompute.ALL_BUT_4, Recompute.FULL),
 )
+"""Ways of recomputing, the one that repeats least first."""
 
 Notice = Callable[["Evaluation"], None]
 Value = tuple[float, ...]

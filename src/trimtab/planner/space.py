@@ -144,8 +144,11 @@ def make_layout(cluster: Cluster, picks: Picks) -> Layout:
 
 MOST_WORKERS = 8
 """Loader processes per rank: more rarely feed a device faster, and each holds batches in RAM."""
-SEARCHED_RECOMPUTES = [Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE]
-"""Ways of recomputing that a search tries; others can be pinned."""
+TRACED_RECOMPUTES = [Recompute.NONE, Recompute.FULL, Recompute.SELECTIVE]
+"""Ways of recomputing that a search traces."""
+SEARCHED_RECOMPUTES = [*TRACED_RECOMPUTES, *(way for way in Recompute if way.way.is_partial)]
+"""Ways of recomputing that a search tries. If some blocks are recomputed and others are not, their traces
+follow from those with none and with all (`predict.mix_recompute`)."""
 USUAL_WORKERS = 4
 """Loader processes per rank if the number of cores is unknown."""
 WITHOUT_AUTOCAST = (Precision.TF32, Precision.FP32)
@@ -426,6 +429,7 @@ def _list_families(
     precision = pick_precision(layout.cluster.devices, policy, failed)
     recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else SEARCHED_RECOMPUTES
     compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
+    pinned = "recompute" in pins
     ways = len(recomputes) * len(compiles)
     synchronised = bool(pins.get("sync_batchnorm"))
     ways_of_pins = read_ways(pins)
@@ -465,7 +469,16 @@ def _list_families(
         refusals.add(NOT_COMPILED_OFFLOADED, len(recomputes) * (stored and True in compiles))
         only_eager = bool(why_not_compiled) or stored
         usable = [False] if only_eager else [compiled for compiled in compiles if not (compiled and tied)]
-        for recompute in recomputes:
+        tried = [
+            way
+            for way in recomputes
+            if pinned or not way.way.is_partial or (rules.runs_whole_model and not stored)
+        ]
+        refusals.add(
+            f"recomputing some blocks under {strategy}{' with offloaded activations' * stored}: only by pin",
+            (len(recomputes) - len(tried)) * len(usable),
+        )
+        for recompute in tried:
             for compiled in usable:
                 yield Family(
                     layout=layout,

@@ -42,6 +42,8 @@ class MemoryPeaks:
     """The phase of the peak."""
     gradients_bytes: int = 0
     """Peak bytes of gradients at any moment of the steps; `parts` has those at the peak of all memory."""
+    logits_bytes: int = 0
+    """Bytes of logits, their copies and gradients at the peak, if a cross-entropy is computed from them."""
 
 
 def estimate_memory(
@@ -82,6 +84,7 @@ def estimate_memory(
         operation=_operation_at(trace, position),
         phase=_phase_at(trace, position),
         gradients_bytes=_peak_gradients(trace, begin),
+        logits_bytes=_count_logits(trace, live),
     )
 
 
@@ -161,6 +164,26 @@ def _largest_modules(trace: Trace, live: set[int], count: int = 5) -> tuple[tupl
         if name:
             sums[name] = sums.get(name, 0) + round_to_block(trace.sizes[number])
     return tuple(sorted(sums.items(), key=lambda item: -item[1])[:count])
+
+
+CROSS_ENTROPY_OPS = frozenset({
+    "aten::_log_softmax",
+    "aten::_log_softmax_backward_data",
+    "aten::nll_loss_backward",
+    "aten::nll_loss2d_backward",
+})  # fmt: skip
+"""Operations of a cross-entropy whose result has a number for every logit."""
+
+
+def _count_logits(trace: Trace, live: set[int]) -> int:
+    """Return the live bytes of logits: results of a cross-entropy, and others of as many numbers.
+
+    A number has 2 or 4 bytes, so copies of the logits have the size of the largest such result, or half.
+    """
+    results = {number for number in live if trace.op_names[trace.ops[number]] in CROSS_ENTROPY_OPS}
+    largest = max((trace.sizes[number] for number in results), default=0)
+    alike = {number for number in live if largest and trace.sizes[number] in (largest, largest // 2)}
+    return sum(trace.sizes[number] for number in results | alike)
 
 
 def _operation_at(trace: Trace, position: int) -> str:

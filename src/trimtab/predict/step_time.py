@@ -90,7 +90,7 @@ def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
         cost = costs.get(id(work))
         if cost is None:
             launch = _host_seconds(work, host, backward=behind, after=after, compiled=in_graph)
-            if selective and not behind and not in_graph and work.kernels:
+            if selective and work.kind == "call" and not in_graph and not after:
                 launch += facts.selective_s
             cost = costs[id(work)] = launch, _device_seconds(work, pace, facts.gap_s)
         launch, device_s = cost

@@ -137,6 +137,10 @@ class _Alarm:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(CompileTimeout))
 
 
+NEVER_COMPILED = "bitsandbytes."
+"""Package that compiles functions for machines without a GPU when it is imported; a GPU runs none of them."""
+
+
 def patch_compile(observer: Observer) -> None:
     """Let torch's compiler work for a script on the fake GPU."""
     compiler = ScriptCompiler(observer)
@@ -146,7 +150,7 @@ def patch_compile(observer: Observer) -> None:
     def compile_on_fake_gpu(model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda function: compile_on_fake_gpu(function, **options)
-        if options.get("disable"):
+        if options.get("disable") or getattr(model, "__module__", "").startswith(NEVER_COMPILED):
             return original(model, **options)
         backend = options.get("backend") or "inductor"
         if backend != "inductor" and backend not in OTHER_BACKENDS:

@@ -19,6 +19,7 @@ from trimtab.scripts.follow import find_followed, follow_script
 from trimtab.scripts.script_search import LONGEST, need_with_longest
 from trimtab.spec import (
     Allocator,
+    BaseFormat,
     OptimizerImplementation,
     PhasePeak,
     Precision,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 SEEN_FACTS = (
     "precision",
+    "base",
     "optimizer",
     "optimizers",
     "recompute",
@@ -230,6 +232,7 @@ def describe_setting(
         accumulation=result.accumulation,
         global_batch=micro_batch * result.accumulation * mesh.data_parallel,
         precision=Precision(seen["precision"].value) if "precision" in seen else Precision.FP32,
+        base=BaseFormat(seen["base"].value) if "base" in seen else BaseFormat.NONE,
         recompute=Recompute.FULL if "recompute" in seen else Recompute.NONE,
         compile="compile" in seen,
         optimizer=_implementation(seen),

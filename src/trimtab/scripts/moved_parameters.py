@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MOVED = "_trimtab_moved"
 """Attribute of a parameter that was moved to another device: the parameter there."""
+PARAMETER_CLASS = "_trimtab_class"
+"""Attribute of a parameter of a library's own class, such as one that holds 4-bit weights."""
 LAZY_DEVICE = "_trimtab_device"
 """Attribute of a parameter without a shape: the device that it was moved to."""
 
@@ -42,6 +44,10 @@ def _move_parameter(parameter: Any, change: Callable[[Any], Any]) -> Any:
         changed = change(current)
     if changed is current:
         moved = current
+    elif PARAMETER_CLASS in changed.__dict__:
+        # The library's own class has made a new parameter already.
+        moved = changed
+        setattr(current, MOVED, moved)
     elif changed.device == current.device and isinstance(changed, FakeTensor):
         current.data = changed
         moved = current

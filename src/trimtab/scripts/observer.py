@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trimtab.engine.quantize import count_weights
 from trimtab.spec import PARTS, ScriptFact, Trace
 from trimtab.trace.fake_cuda import is_library_file
 from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK
@@ -43,6 +44,8 @@ WAIT_STEPS, WAIT_S = 12, 30.0
 EMPTY_LOADERS = 8
 """Times that a script may begin to load data after its third step, for further epochs without batches."""
 OWN_FOLDER = str(Path(__file__).parent.parent)
+LOW_BIT_PACKAGES = ("bitsandbytes", "torchao")
+"""Packages whose optimizers store states in few bits; some have the names of torch's classes."""
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
 
@@ -413,7 +416,9 @@ class Observer:
             self._step_counts[id(optimizer)] = self._step_counts.get(id(optimizer), 0) + 1
             if id(optimizer) not in self.optimizers:
                 self.optimizers[id(optimizer)] = optimizer
-                self.learn("optimizer", describe_optimizer(optimizer))
+                package = type(optimizer).__module__.partition(".")[0]
+                how = package if package in LOW_BIT_PACKAGES else ""
+                self.learn("optimizer", describe_optimizer(optimizer), how)
             self._label_optimizer(optimizer)
 
     def note_optimizers(self) -> None:
@@ -582,7 +587,7 @@ class Observer:
         works = tuple(recorder.works)
         modules = list(self.roots.values())
         parameters = {id(p): p for module in modules for p in module.parameters()}
-        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters.values()]
+        sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in parameters.values()]
         return Trace(
             order=tuple(recorder.order),
             sizes=tuple(recorder.sizes),
@@ -671,8 +676,16 @@ def describe_precision(module: Any) -> tuple[str, str]:
 
 
 def describe_optimizer(optimizer: Any) -> str:
-    """Return the class of an optimizer, and how it runs; one without torch's switches runs in a loop."""
+    """Return the class of an optimizer, and how it runs; one without torch's switches runs in a loop.
+
+    bitsandbytes has one class for states of any size, so its options are named too: paged 8-bit AdamW.
+    """
     group = optimizer.param_groups[0]
     can_use_foreach = group.get("foreach", False) is not False
     how = "fused" if group.get("fused") else "foreach" if can_use_foreach else "loop"
-    return f"{type(optimizer).__name__} ({how})"
+    name = type(optimizer).__name__
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
+    if isinstance(bits, int) and "bit" not in name:
+        name = f"{bits}-bit {name}"
+    is_paged = getattr(optimizer, "is_paged", False) and "Paged" not in name
+    return f"{'paged ' * bool(is_paged)}{name} ({how})"

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from trimtab.errors import CannotFollow
+from trimtab.scripts.bitsandbytes_patches import patch_bitsandbytes
 from trimtab.scripts.compile_patches import patch_compile
 from trimtab.scripts.cuda_patches import act_as_worker, copy_for_worker, patch_cuda_tools
 from trimtab.scripts.file_patches import patch_files
@@ -27,8 +28,8 @@ from trimtab.scripts.observer import Observer, find_script_line, put
 from trimtab.scripts.operation_patches import patch_operations
 from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
-from trimtab.scripts.triton_patches import patch_triton
 from trimtab.trace.fake_cuda import hide_fake_tensors
+from trimtab.trace.triton_kernels import patch_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,9 +56,10 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     patch_compile(observer)
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
-    patch_triton(observer)
+    patch_triton(lambda: observer.recorder)
     hide_fake_tensors()
     patch_generation(observer)
+    patch_bitsandbytes(observer, fake_mode)
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.

@@ -264,6 +264,12 @@ def describe_failure(error: BaseException, sandbox: SandboxRecord) -> TrimtabErr
             "that models and data are on this machine's disk; then ask again."
         )
         return job_error("the script", plain, cure)
+    if isinstance(plain, ImportError):
+        cure = (
+            f"Install what is missing for {sys.executable}, which runs the script: packages run here too. "
+            "bitsandbytes and others with GPU kernels need no GPU for this."
+        )
+        return job_error("the script", plain, cure)
     if _is_own_fault(plain):
         return job_error("the script", plain, "Run it without trimtab to see whether it works.")
     cure = (

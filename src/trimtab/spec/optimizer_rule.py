@@ -70,6 +70,8 @@ class OptimizerRule(StrEnum):
     JOB = "job", OptimizerStates()
     """The job's own."""
     ADAMW = "adamw", OptimizerStates(place="torch.optim:AdamW")
+    ADAMW_BF16 = "adamw-bf16", OptimizerStates(place="trimtab.engine.bf16_adamw:Bf16AdamW")
+    """AdamW with states in bfloat16."""
     ADAMW_8BIT = "adamw8bit", _BITSANDBYTES.replace(place="bitsandbytes.optim:AdamW8bit")
     """AdamW with states in 8 bits."""
     PAGED_ADAMW_8BIT = (

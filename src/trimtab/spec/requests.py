@@ -178,9 +178,9 @@ Compile = Annotated[bool, option("Run the model through torch.compile.")]
 OptimizerName = Annotated[
     str,
     option(
-        "Optimizer instead of the job's own (adamw, adamw8bit, paged-adamw8bit, paged-adamw, lion, lion8bit, "
-        "adamw8bit-ao, adamw4bit, adamw-fp8, adafactor, muon, sgd), or the implementation of the job's own: "
-        "fused, foreach or plain."
+        "Optimizer instead of the job's own (adamw, adamw-bf16, adamw8bit, paged-adamw8bit, paged-adamw, "
+        "lion, lion8bit, adamw8bit-ao, adamw4bit, adamw-fp8, adafactor, muon, sgd), or the implementation "
+        "of the job's own: fused, foreach or plain."
     ),
 ]
 AllocatorName = Annotated[str, option("Mode of PyTorch's CUDA allocator: default or expandable.")]

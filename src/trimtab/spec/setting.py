@@ -16,7 +16,9 @@ class RecomputeWay(Noun, frozen=True, kw_only=True):
     """Which blocks are recomputed, and what of them is stored."""
 
     every: int = 0
-    """Of so many neighbouring blocks, one is recomputed; 1: all of them; 0: none."""
+    """Of so many neighbouring blocks, the first is recomputed; 1: all of them; 0: none."""
+    but: int = 0
+    """Of so many neighbouring blocks, the last is not recomputed; 0: none is left out."""
     keeps_products: bool = False
     """Whether results of matrix products and of attention are stored."""
     budget: float | None = None
@@ -25,10 +27,34 @@ class RecomputeWay(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Check that the number of blocks is not negative and the budget is a share."""
-        wrong = check_minimum(0, every=self.every)
+        wrong = check_minimum(0, every=self.every, but=self.but)
         if self.budget is not None and not 0 < self.budget < 1:
             wrong.append(f"budget is {self.budget}, which is not between 0 and 1")
         return wrong
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some blocks are recomputed and others are not."""
+        return self.every > 1 or self.but > 0
+
+    @property
+    def share(self) -> float:
+        """Share of the blocks that is recomputed.
+
+        >>> RecomputeWay(every=4).share, RecomputeWay(every=1, but=4).share
+        (0.25, 0.75)
+        """
+        return (1 / self.every if self.every else 0.0) - (1 / self.but if self.but else 0.0)
+
+    def has_block(self, number: int) -> bool:
+        """Whether a block is recomputed, by its number from 0.
+
+        >>> [RecomputeWay(every=1, but=3).has_block(number) for number in range(6)]
+        [True, True, False, True, True, False]
+        """
+        if not self.every or number % self.every:
+            return False
+        return not self.but or number % self.but != self.but - 1
 
 
 class Recompute(StrEnum):
@@ -53,6 +79,9 @@ class Recompute(StrEnum):
     """The first of every four blocks stores only its input."""
     EVERY_3 = "every-3", RecomputeWay(every=3)
     EVERY_2 = "every-2", RecomputeWay(every=2)
+    ALL_BUT_3 = "all-but-3", RecomputeWay(every=1, but=3)
+    """All but the last of every three blocks store only their input."""
+    ALL_BUT_4 = "all-but-4", RecomputeWay(every=1, but=4)
 
 
 class Strategy(StrEnum):

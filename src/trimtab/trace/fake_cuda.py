@@ -178,7 +178,7 @@ def _install_hooks(library: ctypes.CDLL, names: list[str], functions: dict[str, 
 # do torch and the libraries in SEES_CUDA, which import well with it and choose kernels at import.
 
 
-SEES_CUDA = {"torch", "triton", "transformers", "trimtab"}
+SEES_CUDA = {"torch", "triton", "transformers", "trimtab", "liger_kernel"}
 """Top-level packages that see the fake device when they are imported."""
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
@@ -437,6 +437,8 @@ def install_fake_cuda(target: Device) -> None:
         "can_device_access_peer": True,
         "utilization": 0,
         "_get_device_index": 0,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
     }
     silent = (
         "_lazy_init init set_device synchronize empty_cache reset_peak_memory_stats ipc_collect manual_seed "
@@ -480,7 +482,23 @@ def install_fake_cuda(target: Device) -> None:
     # By default a deep copy of a tensor copies its mode, and with it torch's weak references to storages.
     # They are then freed twice, which corrupts the heap. So all copies share one mode.
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # type: ignore[attr-defined]
+    lift_constants_in_backward()
     FakeTensorMode.create_symbolic_nested_int = _make_ragged_length  # type: ignore[method-assign,assignment]
+
+
+def lift_constants_in_backward() -> None:
+    """Let `torch.tensor(1.0, device="cuda")` work in the backward pass of a custom function.
+
+    Such constants are made on the host by a switch of torch that each thread has for itself, and autograd
+    runs backward passes in a thread of its own.
+    """
+    original = torch.autograd.function.BackwardCFunction.apply
+
+    def apply(function: Any, *args: Any) -> Any:
+        torch._C._set_only_lift_cpu_tensors(True)
+        return original(function, *args)
+
+    torch.autograd.function.BackwardCFunction.apply = apply  # type: ignore[method-assign]
 
 
 def _make_ragged_length(mode: Any, *, nt_tensor_id: int | None = None) -> Any:

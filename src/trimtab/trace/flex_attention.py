@@ -107,7 +107,7 @@ def patch_flex_attention() -> None:
         share = measure_share(mask)
         if share is not None:
             setattr(mask, SHARE_ATTRIBUTE, str(round(share * MILLION)))
-        elif (recorder := _find_recorder()) is not None:
+        elif (recorder := find_recorder()) is not None:
             recorder.kernels.assume(HALF_NOTE)
         return mask
 
@@ -148,7 +148,7 @@ def _find_share(mask: Any) -> int:
 
 
 def _note_assumptions(mask: Any) -> None:
-    recorder = _find_recorder()
+    recorder = find_recorder()
     if recorder is None:
         return
     recorder.kernels.assume(COMPILED_NOTE)
@@ -156,14 +156,14 @@ def _note_assumptions(mask: Any) -> None:
         recorder.kernels.assume(HALF_NOTE)
 
 
-def _find_recorder() -> Any:
+def find_recorder() -> Any:
     """Return the recorder of the running trace, or None."""
     return next((mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "kernels")), None)
 
 
 def measure_share(mask: Any) -> float | None:
     """Return the share of blocks of scores that are computed; None if that follows from unknown data."""
-    recorder = _find_recorder()
+    recorder = find_recorder()
     if recorder is None:
         return _evaluate_mask(mask)
     before, recorder.records_work = recorder.records_work, False

@@ -76,10 +76,12 @@ def seed_random_numbers() -> None:
 def prepare_job(requests: TraceRequests) -> Any:
     """Install the fake device and load the job; then import what every trace needs."""
     from trimtab.trace.fake_cuda import install_fake_cuda
-    from trimtab.trace.flex_attention import patch_flex_attention
+    from trimtab.trace.flex_attention import find_recorder, patch_flex_attention
+    from trimtab.trace.triton_kernels import patch_triton
 
     install_fake_cuda(requests.device)
     patch_flex_attention()
+    patch_triton(find_recorder)
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
     seed_random_numbers()
     job = load_job(requests.job, requests.overrides)
@@ -130,7 +132,7 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         built = _BuiltModel(job, model, request, recorder, rank)
         trace = None
         # A pipeline stage has only some of the blocks: they are all traced. So are they if they differ.
-        are_alike = rank.stage is None and request.setting.recompute.way.every <= 1
+        are_alike = rank.stage is None and not request.setting.recompute.way.is_partial
         if how != WHOLE and are_alike and not recorder.uses_compile and not request.setting.compile:
             trace = _trace_by_few_blocks(built, check=how == CHECKED, timeout_s=timeout_s)
         if trace is not None:

@@ -1,7 +1,8 @@
 """Follow Triton kernels: count what a launch reads and writes, and run nothing.
 
 Libraries choose another code path where Triton is missing, with more memory and other operations. torch for
-CUDA brings Triton, so a script finds it here as well: the installed one, or a stand-in without a compiler.
+CUDA brings Triton, so jobs and scripts find it here as well: the installed one, or a stand-in without a
+compiler.
 A launch allocates nothing. Its time follows from the tensors that the kernel's source loads from and stores
 to; each is counted once, in full.
 """
@@ -24,7 +25,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.engine.precision import dtype_name
-from trimtab.scripts.observer import put
 from trimtab.spec import Work
 from trimtab.trace.data_dependent import VALUE_ATTRIBUTES
 from trimtab.trace.fake_cuda import MODULE_PATCHES
@@ -33,7 +33,7 @@ from trimtab.trace.op_cost import count_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trimtab.scripts.observer import Observer
+    from trimtab.trace.recorder import Recorder
 
 TRITON = "triton"
 STAND_IN_VERSION = "3.6.0"
@@ -44,11 +44,16 @@ LAUNCH_NOTE = "time: Triton kernels are counted by the tensors that they load an
 PRODUCT_NOTE = "time: the FLOPs of Triton kernels that multiply matrices are not counted ({name})"
 
 
-def patch_triton(observer: Observer) -> None:
-    """Record launches of Triton kernels, whether Triton is installed or not."""
+def patch_triton(find_recorder: Callable[[], Recorder | None]) -> None:
+    """Record launches of Triton kernels, whether Triton is installed or not.
+
+    `find_recorder` returns the recorder of the running trace; without one, a launch does nothing.
+    """
 
     def launch(function: Any, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        record_launch(observer, function, names, args, kwargs)
+        recorder = find_recorder()
+        if recorder is not None:
+            record_launch(recorder, function, names, args, kwargs)
         return Anything()
 
     if importlib.util.find_spec(TRITON) is None:
@@ -62,7 +67,7 @@ def patch_triton(observer: Observer) -> None:
 
 
 def record_launch(
-    observer: Observer, function: Any, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
+    recorder: Recorder, function: Any, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     """Record the work of a launch, and forget the values of tensors that the kernel stores to."""
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -71,7 +76,7 @@ def record_launch(
         for name, value in given.items()
         if isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
     }
-    if not tensors or observer.recorder.paused:
+    if not tensors or recorder.paused:
         return
     uses = find_pointer_uses(function)
     read = [tensor for name, tensor in tensors.items() if uses is None or name in uses.loaded]
@@ -79,7 +84,6 @@ def record_launch(
     for tensor in written:
         for attribute in VALUE_ATTRIBUTES:
             tensor.__dict__.pop(attribute, None)
-    recorder = observer.recorder
     recorder.kernels.assume(LAUNCH_NOTE)
     if uses is not None and uses.multiplies:
         recorder.kernels.assume(PRODUCT_NOTE.format(name=function.__name__))
@@ -186,9 +190,10 @@ def _note_call(call: ast.Call, origins: dict[str, set[str]], uses: PointerUses) 
 
 def _patch_launches(launch: Callable[..., Any], module: Any) -> None:
     def run(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+        del grid, warmup
         return launch(kernel.fn, kernel.arg_names, args, kwargs)
 
-    put(module.JITFunction, "run", run)
+    module.JITFunction.run = run
 
 
 def _patch_autotuner(module: Any) -> None:
@@ -197,7 +202,7 @@ def _patch_autotuner(module: Any) -> None:
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         return tuner.fn.run(*args, **kwargs | tuner.configs[0].all_kwargs())
 
-    put(module.Autotuner, "run", run)
+    module.Autotuner.run = run
 
 
 # The stand-in
@@ -345,4 +350,4 @@ def _hide_from_torch() -> None:
             else:
                 sys.modules[TRITON] = before
 
-    put(importlib.machinery.SourceFileLoader, "exec_module", exec_module)
+    importlib.machinery.SourceFileLoader.exec_module = exec_module  # type: ignore[method-assign,assignment]
