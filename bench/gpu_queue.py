@@ -522,7 +522,8 @@ def _packed() -> list[QueuedCase]:
 def _ways_to_fit() -> list[QueuedCase]:
     """The most informative of each kind first."""
     kinds = [
-        _bases(), _optimizers(), _losses(), _recomputes(), _float8(), _offloads(), _state_offloads(), _packed()
+        _bases(), _optimizers(), _losses(), _recomputes(), _float8(), _offloads(), _state_offloads(),
+        _packed(),
     ]  # fmt: skip
     longest = max(map(len, kinds))
     return [cases[place] for place in range(longest) for cases in kinds if place < len(cases)]
