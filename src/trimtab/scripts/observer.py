@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trimtab.engine.quantize import count_weights
 from trimtab.spec import PARTS, ScriptFact, Trace
 from trimtab.trace.fake_cuda import is_library_file
-from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK
+from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK, OWN_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,6 @@ WAIT_STEPS, WAIT_S = 12, 30.0
 """Further steps, and the time for them, that may pass until every optimizer has stepped."""
 EMPTY_LOADERS = 8
 """Times that a script may begin to load data after its third step, for further epochs without batches."""
-OWN_FOLDER = str(Path(__file__).parent.parent)
 LOW_BIT_PACKAGES = ("bitsandbytes", "torchao")
 """Packages whose optimizers store states in few bits; some have the names of torch's classes."""
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"

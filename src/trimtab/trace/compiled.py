@@ -26,6 +26,7 @@ from trimtab.engine.precision import dtype_name
 from trimtab.spec import Work
 from trimtab.spec.precision import BFLOAT16, FLOAT16, FLOAT32, TF32
 from trimtab.trace.kernels import MATRIX_OPS
+from trimtab.trace.workspaces import tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -260,8 +261,8 @@ class FusedKernelStub:
     def _describe_work(self, tensors: dict[str, torch.Tensor]) -> Work:
         """Return what one launch computes and moves, by inductor's own count of bytes."""
         written = [value for name, value in tensors.items() if "out_ptr" in name]
-        write_bytes = sum(map(_bytes, written))
-        largest = max(written, key=_bytes, default=None)
+        write_bytes = sum(map(tensor_bytes, written))
+        largest = max(written, key=tensor_bytes, default=None)
         kind = "reduction" if self.name.startswith(REDUCTIONS) else "pointwise"
         return Work(
             op=KERNEL_NAME.sub("", self.name),
@@ -281,10 +282,10 @@ class FusedKernelStub:
         for name in tuning.mutated:
             if name not in tensors:
                 continue
-            if tuning.copies_on_host and _bytes(tensors[name]) > headroom:
+            if tuning.copies_on_host and tensor_bytes(tensors[name]) > headroom:
                 continue
-            headroom -= _bytes(tensors[name])
-            copied.append(_bytes(tensors[name]))
+            headroom -= tensor_bytes(tensors[name])
+            copied.append(tensor_bytes(tensors[name]))
         for _ in range(tuning.configurations):
             self.recorder.add_temporaries(copied, "tuning")
             with self.recorder.hold_memory(l2_cache_bytes(), "tuning"):
@@ -292,10 +293,6 @@ class FusedKernelStub:
 
     def __call__(self, *_: Any) -> None:
         """Do nothing: a kernel for the host touches no device memory."""
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def patch_torch_compile(recorder: Recorder) -> None:

@@ -18,6 +18,7 @@ from trimtab.trace.workspaces import (
     MemoryRequest,
     request_for_op,
     request_temporary,
+    tensor_bytes,
 )
 
 if TYPE_CHECKING:
@@ -144,21 +145,17 @@ def describe_packed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     total = max(1, sum(queries for queries, _ in call.lengths))
     usual = max(1, sum(queries * queries for queries, _ in call.lengths) // total)
     keys = max(1, sum(queries * keys for queries, keys in call.lengths) // total)
-    moved = sum(_count_bytes(tensor) for tensor in (call.query, call.key, call.value))
+    moved = sum(tensor_bytes(tensor) for tensor in (call.query, call.key, call.value))
     return Work(
         op=name,
         kind="attention",
         dtype=dtype_name(call.query.dtype),
         flops=flops * 5 // 2 if backward else flops,
         read_bytes=moved * (2 if backward else 1),
-        write_bytes=moved if backward else _count_bytes(call.query),
+        write_bytes=moved if backward else tensor_bytes(call.query),
         dims=(max(1, round(total / usual)), heads, usual, keys, size, int(call.causal)),
         kernels=3 if backward else 1,
     )
-
-
-def _count_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def request_packed_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
@@ -172,7 +169,7 @@ def request_packed_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest
     tokens = query.numel() // (heads * size) + PADDING * documents
     wide = -(-size // HEAD_STEP) * HEAD_STEP
     repeat = heads // max(1, key.shape[-2])
-    shared = (_count_bytes(key) + _count_bytes(value)) * repeat if repeat > 1 else 0
+    shared = (tensor_bytes(key) + tensor_bytes(value)) * repeat if repeat > 1 else 0
     own = FP32_BYTES * heads * tokens
     return [
         RESULT,

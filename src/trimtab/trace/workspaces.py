@@ -107,13 +107,14 @@ def dropout_state_bytes(multiprocessors: int) -> int:
     return 24 * workspace_formulas.MULTIPROCESSOR_THREADS * multiprocessors
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a dense tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def _copy_bytes(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> int:
     """Return the bytes of a kernel's copy of an input with another layout; 0 if the layout fits."""
-    return 0 if tensor.is_contiguous(memory_format=layout) else _bytes(tensor)
+    return 0 if tensor.is_contiguous(memory_format=layout) else tensor_bytes(tensor)
 
 
 def _choose_memory_format(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
@@ -211,7 +212,7 @@ def _efficient_attention_backward(
         padded = sum(-(-width // tiles.rows) * tiles.rows for width in (size, value.shape[-1]))
         elements += splits * tiles.columns * padded
     results = [RESULT] * (4 if bias is not None and args[10][3] else 3)
-    product = [] if half else [request_temporary(_bytes(gradient))]
+    product = [] if half else [request_temporary(tensor_bytes(gradient))]
     sums = request_for_op(FP32_BYTES * batch * heads * length)
     own = request_for_op(FP32_BYTES * batch * heads * (-(-elements // 4) * 4))
     return [request_for_op(_copy_bytes(gradient.transpose(1, 2))), *results, *product, sums, own]
@@ -277,7 +278,7 @@ def _softmax_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
     gradient, result = args[0], args[1]
     return [
         RESULT,
-        request_for_op(_bytes(gradient)),
+        request_for_op(tensor_bytes(gradient)),
         request_for_op(_copy_bytes(gradient)),
         request_for_op(_copy_bytes(result)),
     ]
@@ -294,10 +295,10 @@ def _safe_softmax(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
 
 def _ctc_loss_backward(args: tuple[Any, ...], out: Any) -> list[MemoryRequest]:
     """Request the backward sums (log_beta), and a second gradient if infinite losses are set to zero."""
-    sums, without_infinite = _bytes(args[6]), args[8] if len(args) > 8 else False  # noqa: PLR2004
+    sums, without_infinite = tensor_bytes(args[6]), args[8] if len(args) > 8 else False  # noqa: PLR2004
     return [
         request_for_op(sums),
-        request_for_op(_bytes(out) if without_infinite else 0),
+        request_for_op(tensor_bytes(out) if without_infinite else 0),
         request_temporary(sums // 2),
         RESULT,
     ]
@@ -408,12 +409,12 @@ def _quantize_rows(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
     values, limit = args[0], args[1]
     if not limit:
         return []
-    return [RESULT, RESULT, request_for_op(values.numel()), request_temporary(_bytes(values)), RESULT]
+    return [RESULT, RESULT, request_for_op(values.numel()), request_temporary(tensor_bytes(values)), RESULT]
 
 
 def _flex_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
     """Request a row sum, before the gradients."""
-    return [request_for_op(_bytes(args[5])), RESULT, RESULT, RESULT]
+    return [request_for_op(tensor_bytes(args[5])), RESULT, RESULT, RESULT]
 
 
 RULES: dict[str, Callable[[tuple[Any, ...], Any], list[MemoryRequest]]] = {
