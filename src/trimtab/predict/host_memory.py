@@ -33,9 +33,9 @@ def estimate_host(trace: Trace, setting: Setting, cluster: Cluster | None) -> Ho
         return None
     nodes = cluster.nodes if cluster is not None else ()
     per_node = min(setting.gpus, max((len(node.devices) for node in nodes), default=setting.gpus) or 1)
-    held = [strategy_of(setting).held_micro_batches(setting, rank.part) for rank in trace.ranks]
+    count_micro_batches = strategy_of(setting).held_micro_batches
     blocks = [
-        rank.pinned_bytes + many * rank.host_bytes for rank, many in zip(trace.ranks, held, strict=True)
+        rank.pinned_bytes + count_micro_batches(setting, rank.part) * rank.host_bytes for rank in trace.ranks
     ]
     pinned = max(blocks)
     state = max(size + rank.host_state_bytes for rank, size in zip(trace.ranks, blocks, strict=True))
