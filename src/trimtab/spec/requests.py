@@ -439,7 +439,8 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
         str | Words,
         option(
             "What the plan may change besides its own choices, separated by commas: quantised (frozen layers "
-            "in 4 bits), optimizer (states in 8 bits), offload (activations in the memory of the host).",
+            "in 4 bits), optimizer (states in 8 bits), offload (activations, or weights and optimizer, on "
+            "the host).",
             metavar="WORDS",
         ),
     ] = ""
