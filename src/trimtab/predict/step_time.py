@@ -15,6 +15,7 @@ from trimtab.cache import MemoryCache, make_key
 from trimtab.catalog.tables import collectives
 from trimtab.predict.fusion import fuse_trace
 from trimtab.predict.host_link import exposed_transfers_s
+from trimtab.predict.host_memory import offloaded_state_s
 from trimtab.predict.memory import gradient_sizes
 from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
@@ -174,7 +175,7 @@ class Step(NamedTuple):
     bubble_s: float = 0.0
     """A pipeline stage waiting for other stages, at the beginning and at the end."""
     offload_s: float = 0.0
-    """Copies between device and host that do not overlap with computation."""
+    """Copies between device and host that do not overlap with computation, and an optimizer on the CPU."""
 
     @property
     def total_s(self) -> float:
@@ -218,7 +219,16 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
         copied = exposed_transfers_s(
             rank, host_bytes_per_s, forward_s=single.forward_s, backward_s=single.backward_s
         )
-        steps.append(step._replace(offload_s=rounds * copied))
+        hidden = collectives().overlapped
+        added = offloaded_state_s(
+            rank,
+            setting,
+            host_bytes_per_s,
+            links.host_memory,
+            hidden_forward_s=hidden * single.forward_s,
+            hidden_backward_s=hidden * single.backward_s,
+        )
+        steps.append(step._replace(offload_s=rounds * copied if added is None else added))
         passes.append(single.again_s)
     slowest = max(range(len(steps)), key=lambda number: steps[number].total_s)
     return steps[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))

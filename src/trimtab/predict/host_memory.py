@@ -1,0 +1,114 @@
+"""Estimate the host's part in a job that offloads: its memory, copies over PCIe, the optimizer on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.spec import HostMemory, Offload
+from trimtab.spec.precision import DTYPE_BYTES
+from trimtab.strategies import strategy_of
+from trimtab.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from trimtab.predict.communication import Links
+    from trimtab.spec import Cluster, Setting, Trace
+
+PROCESS_BYTES = 2 * GIB
+"""Memory of a process without its tensors: Python, torch and the host part of CUDA. Assumed, not measured."""
+
+
+def has_state_on_host(setting: Setting) -> bool:
+    """Whether optimizer states, and perhaps weights, are in host memory."""
+    return Offload.PARAMS in setting.offload or Offload.OPTIMIZER in setting.offload
+
+
+def estimate_host(trace: Trace, setting: Setting, cluster: Cluster | None) -> HostMemory | None:
+    """Return the host memory of a setting; None if it offloads nothing.
+
+    In the steps a node holds its processes, their shards of weights and gradients, and optimizer states.
+    Before the steps it holds the model as it is built: one copy, because other ranks get their values from
+    rank 0 where the host is small. It needs the larger of the two.
+    """
+    if not setting.offload:
+        return None
+    nodes = cluster.nodes if cluster is not None else ()
+    per_node = min(setting.gpus, max((len(node.devices) for node in nodes), default=setting.gpus) or 1)
+    count_micro_batches = strategy_of(setting).held_micro_batches
+    blocks = [
+        rank.pinned_bytes + count_micro_batches(setting, rank.part) * rank.host_bytes for rank in trace.ranks
+    ]
+    pinned = max(blocks)
+    state = max(size + rank.host_state_bytes for rank, size in zip(trace.ranks, blocks, strict=True))
+    is_built_on_host = strategy_of(setting).is_built_on_host or setting.base.storage.is_quantized
+    built = trace.parameters * DTYPE_BYTES[setting.dtypes.weights] if is_built_on_host else 0
+    node_bytes = per_node * PROCESS_BYTES + max(per_node * state, built)
+    sizes = [node.ram_bytes for node in nodes]
+    known = [size for size in sizes if size is not None]
+    capacity = min(known) if known and len(known) == len(sizes) else None
+    return HostMemory(
+        rank_bytes=PROCESS_BYTES + state,
+        pinned_bytes=pinned,
+        node_bytes=node_bytes,
+        capacity_bytes=capacity,
+        fits=None if capacity is None else node_bytes <= capacity,
+    )
+
+
+def list_host_assumptions(setting: Setting, host: HostMemory | None, links: Links | None) -> list[str]:
+    """Return what the figures of the host take for granted."""
+    if host is None:
+        return []
+    process = (
+        f"host memory: {format_bytes(PROCESS_BYTES)} for each process itself (Python, torch, CUDA), not "
+        "measured; data loader processes and checkpoints that are being written are not counted"
+    )
+    notes = [process]
+    if host.capacity_bytes is None:
+        notes.append("host memory: that of the nodes is unknown; state it with --host-memory 512GiB")
+    if links is not None and has_state_on_host(setting):
+        overlap = "beside the computation" if strategy_of(setting).is_sharded else "before and after it"
+        notes.append(
+            f"offload: weights and gradients are copied {overlap}; the optimizer on the CPU uses "
+            f"{links.host_memory / 1e9:.3g} GB/s of host memory a process, which was not measured"
+        )
+    return notes
+
+
+def offloaded_state_s(  # noqa: PLR0913 - two of these are named
+    trace: Trace,
+    setting: Setting,
+    host_bytes_per_s: float | None,
+    update_bytes_per_s: float,
+    *,
+    hidden_forward_s: float,
+    hidden_backward_s: float,
+) -> float | None:
+    """Return the seconds that offloaded weights and states add to an optimizer step; None if there are none.
+
+    Shards are copied to the device before every gather, and gradients to the host after every reduction, on
+    streams of their own: what is longer than the computation counts. On a single device gradients are copied
+    in the backward pass and weights after the update, both on the stream of the computation. The optimizer
+    reads and writes weights and states once and reads gradients once: 28 bytes a weight for AdamW in fp32.
+    """
+    if not has_state_on_host(setting) or host_bytes_per_s is None:
+        return None
+    dtypes, passes = setting.dtypes, setting.accumulation
+    shards = setting.mesh.dp_shard
+    weight = DTYPE_BYTES[dtypes.weights]
+    moved = trace.trainable * weight / shards
+    if strategy_of(setting).is_sharded:
+        gathered = sum(
+            trace.works[number].read_bytes for number in trace.sequence if _is_gather(trace, number)
+        )
+        up = gathered / shards * weight / DTYPE_BYTES[dtypes.autocast or dtypes.weights]
+        forward = max(0.0, up / 2 / host_bytes_per_s - hidden_forward_s)
+        backward = max(0.0, max(up / 2, moved) / host_bytes_per_s - hidden_backward_s)
+        copies = passes * (forward + backward)
+    else:
+        copies = (passes + 1) * moved / host_bytes_per_s
+    return copies + (3 * moved + 2 * trace.host_state_bytes) / update_bytes_per_s
+
+
+def _is_gather(trace: Trace, number: int) -> bool:
+    work = trace.works[number]
+    return work.kind == "collective" and "gather" in work.op
