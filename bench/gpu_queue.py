@@ -418,6 +418,9 @@ def _recomputes() -> list[QueuedCase]:
     return [
         QueuedCase(f"recompute-{way}-b8", FIT, 8, options, recompute=way)
         for way in ("every-2", "every-4", "selective", "every-3", "none", "full", "all-but-3", "all-but-4")
+    ] + [
+        QueuedCase(f"recompute-{way}-compile-b8", FIT, 8, options, recompute=way, compile=True)
+        for way in ("budget-0.4", "budget-0.8", "budget-0.2", "budget-0.6", "none", "full")
     ]
 
 

@@ -399,6 +399,28 @@ def test_products_in_8_bits_are_written_for_torchtitan(text: str, precision: Pre
     assert ("quantize.linear" in after) is (text is not OLD_TITAN)
 
 
+@pytest.mark.parametrize("way", [Recompute.BUDGET_1, Recompute.BUDGET_5, Recompute.BUDGET_8])
+def test_a_budget_of_activations_is_written_for_torchtitan_and_read_back(way: Recompute) -> None:
+    setting = Setting(micro_batch=1, global_batch=1, precision=Precision.BF16, recompute=way, compile=True)
+    _, said, after = write(setting, TITAN, "a.toml")
+    assert 'mode = "memory_budget"' in after
+    found, _ = read(after, "a.toml")
+    assert (found.recompute, found.compile) == (way, True)
+    assert "recompute" not in said
+    # Others recompute every block.
+    edits, said, _ = write(setting, SFT, "a.yaml")
+    assert edits["gradient_checkpointing"] is True
+    assert "recomputes every block or none" in said
+
+
+def test_torchtitans_own_budget_is_its_default_and_others_are_said() -> None:
+    mode = TITAN + '[compile]\nenable = true\n[activation_checkpoint]\nmode = "memory_budget"\n'
+    assert read(mode, "a.toml")[0].recompute is Recompute.BUDGET_5
+    assert read(mode + "memory_budget = 0.3\n", "a.toml")[0].recompute is Recompute.BUDGET_3
+    _, found = read(mode + "memory_budget = 0.35\n", "a.toml")
+    assert any("0.35" in text for text in found.said)
+
+
 def test_what_differs_in_8_bits_is_said() -> None:
     shared = TITAN + "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n"
     setting = SHARDED.replace(precision=Precision.FP8_TENSORWISE, offload=())

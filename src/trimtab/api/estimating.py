@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trimtab.exams.run import ExamResult
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.scripts.estimate import ScriptEstimate
-    from trimtab.spec import Calibration, Cluster, Device, Estimate, Offload, Setting, Trace
+    from trimtab.spec import Calibration, Cluster, Device, Estimate, Offload, Recompute, Setting, Trace
     from trimtab.spec.requests import CommandRequest
     from trimtab.trace.request import TraceRequest
 
@@ -295,6 +295,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found="compiled code is estimated on one device only",
             cure="Leave one of the two out.",
         )
+    way = word(Recompute, recompute, "recompute")
+    _refuse_eager_budget(way, compiled=compile)
     if sync_batchnorm and rules.why_not_synchronised:
         raise WrongUse(
             f"--sync-batchnorm with --strategy {strategy}",
@@ -316,13 +318,25 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         precision=word(Precision, precision, "precision"),
         base=word(BaseFormat, base, "base"),
         loss=word(LossForm, loss, "loss"),
-        recompute=word(Recompute, recompute, "recompute"),
+        recompute=way,
         offload=_read_offload(offload),
         compile=compile,
         **optimizing,
         allocator=word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
     )
+
+
+def _refuse_eager_budget(recompute: Recompute, *, compiled: bool) -> None:
+    """Raise if activations have a budget of the compiler, and nothing is compiled."""
+    from trimtab.errors import WrongUse
+
+    if recompute.way.budget is not None and not compiled:
+        raise WrongUse(
+            f"--recompute {recompute}",
+            found="only torch.compile has a budget of activations, and --compile is not given",
+            cure="Add --compile, or use --recompute selective, every-2 or full.",
+        )
 
 
 def _read_offload(words: str) -> tuple[Offload, ...]:

@@ -2,14 +2,17 @@
 
 A micro-batch of another size (the remainder of a rank's samples) runs in eager mode: compiling for it would
 take longer than it saves. The compiled calls are those that loss() makes: the model, its methods, or its
-direct submodules.
+direct submodules. With a budget, the compiler stores only that share of the activations and recomputes the
+rest; eager mode has no budget and stores all.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch import config as partitioner
 
 from trimtab.engine.build import EntryPoints
 
@@ -27,9 +30,19 @@ CALL = "_compiled_call_impl"
 class CompileSwitch:
     """Switch the compiled calls of a model on and off; the model object stays the same."""
 
-    def __init__(self, model: nn.Module, say: Say, entries: EntryPoints | None = None) -> None:
-        """Take `say(why, done)` for messages, and the `entries` that loss() calls besides the model."""
+    def __init__(
+        self, model: nn.Module, say: Say, entries: EntryPoints | None = None, budget: float | None = None
+    ) -> None:
+        """Prepare to compile a model.
+
+        Args:
+            model: the model.
+            say: shows a message, as say(why, done).
+            entries: methods and submodules that loss() calls besides the model.
+            budget: share of the activations to store; None: as many as the compiler likes.
+        """
         self._model = model
+        self._budget = budget
         self._say = say
         self._entries = entries or EntryPoints()
         self._proven: set[int] = set()
@@ -70,7 +83,10 @@ class CompileSwitch:
         if self._trying is None:
             return False
         text = (str(error).strip().split("\n") or [""])[0][:300]
-        self._say(f"compiling failed: {type(error).__name__}: {text}", "going on without torch.compile")
+        lost = "" if self._budget is None else "; eager mode has no budget, and stores all activations"
+        self._say(
+            f"compiling failed: {type(error).__name__}: {text}", f"going on without torch.compile{lost}"
+        )
         self._switch(on=False)
         self._calls = self._trying = None
         self.is_enabled = False
@@ -85,12 +101,24 @@ class CompileSwitch:
         children = dict(model.named_children())
         modules = [model, *(children[name] for name in entries.children)]
         calls: list[tuple[nn.Module, str, Any]] = [
-            (module, CALL, torch.compile(module._call_impl, dynamic=False)) for module in modules
+            (module, CALL, self._compile(module._call_impl)) for module in modules
         ]
-        calls += [
-            (model, name, torch.compile(getattr(model, name), dynamic=False)) for name in entries.methods
-        ]
+        calls += [(model, name, self._compile(getattr(model, name))) for name in entries.methods]
         return calls
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled function; it is compiled under the budget, whenever that happens."""
+        compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+        if self._budget is None:
+            return compiled
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # The first call with new shapes traces forward and backward, and decides what is stored.
+            with partitioner.patch(activation_memory_budget=self._budget):
+                return compiled(*args, **kwargs)
+
+        return run
 
     def _switch(self, *, on: bool) -> None:
         for module, name, compiled in self._calls or ():

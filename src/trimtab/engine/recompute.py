@@ -25,9 +25,10 @@ SAVED_OPS = (
 
 def enable_recompute(model: nn.Module, how: Recompute) -> list[str]:
     """Wrap the repeated blocks, or use the model's own switch; return the names of what is recomputed."""
-    if how is Recompute.NONE:
-        return []
     way = how.way
+    if how is Recompute.NONE or way.budget is not None:
+        # The compiler itself recomputes within a budget (`engine/compile.py`).
+        return []
     own = getattr(model, "gradient_checkpointing_enable", None)
     if way == Recompute.FULL.way and own is not None:
         own(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -141,7 +141,8 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
     )
     compiling = None
     if setting.compile:
-        compiling = CompileSwitch(model, lambda *_: None, arranged.entries)
+        budget = setting.recompute.way.budget
+        compiling = CompileSwitch(model, lambda *_: None, arranged.entries, budget)
         compiling.start()
     return PreparedJob(
         **vars(arranged),
@@ -196,6 +197,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         mid_backward: called whenever a gradient arrives.
     """
     refuse_state_offload(setting)
+    _refuse_eager_budget(setting)
     strategy = strategy_of(setting)
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
@@ -248,6 +250,16 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         statistics=statistics,
         offload=offload,
     )
+
+
+def _refuse_eager_budget(setting: Setting) -> None:
+    """Raise if a setting has a budget of the compiler, and nothing is compiled."""
+    if setting.recompute.way.budget is not None and not setting.compile:
+        raise WrongUse(
+            f"recompute {setting.recompute}",
+            found="only torch.compile has a budget of activations, and compile is off",
+            cure="Add compile, or use recompute selective, every-2 or full.",
+        )
 
 
 def register_entries(model: nn.Module, entries: EntryPoints) -> None:

@@ -70,7 +70,7 @@ def compute_step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibrat
         speed.pace,
         speed.host,
         links,
-        fusing=setting.compile,
+        fusing=is_guessed(setting),
         host_bytes_per_s=find_host_link(layout.device).bytes_per_s,
     ).total_s
 
@@ -265,7 +265,7 @@ class TraceEstimator:
             device,
             cluster=layout.cluster,
             calibration=self.calibration_of(device),
-            fusing=setting.compile,
+            fusing=is_guessed(setting),
         )
         # Bounds and estimates use the same clock, so that an exact bound stays exact.
         seconds = self._compute_time(setting, layout, lambda: trace, keep=on_a_line)
@@ -660,10 +660,16 @@ def strip_device(device: Device) -> Device:
     )
 
 
+def is_guessed(setting: Setting) -> bool:
+    """Whether a setting is compiled, and its trace is not."""
+    return setting.compile and not to_traced_setting(setting).compile
+
+
 def to_traced_setting(setting: Setting) -> Setting:
     """Return the setting to trace: fields that do not affect the trace get a fixed value.
 
     The effect of compiling is predicted from the eager step, because compiling takes too long for planning.
+    Only the compiler knows what it stores within a budget: such a setting is compiled.
     """
     strategy, mesh = strategy_of(setting).traced_as(setting.mesh)
     return setting.replace(
@@ -671,7 +677,7 @@ def to_traced_setting(setting: Setting) -> Setting:
         mesh=mesh,
         accumulation=1,
         global_batch=setting.micro_batch * mesh.data_parallel,
-        compile=False,
+        compile=setting.recompute.way.budget is not None,
         allocator=Allocator.DEFAULT,
         workers=0,
         # One device has nothing to synchronise.

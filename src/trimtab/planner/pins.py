@@ -54,6 +54,11 @@ NOT_COMPILED_SYNCHRONISED = (
     "sync_batchnorm with compile on several GPUs: every BatchNorm layer waits for the other ranks, which a "
     "compiled graph cannot do and survive an out-of-memory of one of them"
 )
+BUDGET_IS_COMPILED = "a budget of activations is the compiler's, and compile=false"
+BUDGET_OF_ONE_DEVICE = (
+    "recompute by a budget: compiled code is traced on one device, so only strategies whose ranks compute "
+    "the whole model without shards"
+)
 NOT_COMPILED_OFFLOADED = (
     "compile with activations on the host: compiled code decides itself which activations it stores"
 )
@@ -75,6 +80,15 @@ def read_ways(pins: Mapping[str, Any]) -> dict[str, Any]:
     if OFFLOAD in pins:
         ways[OFFLOAD] = read_offload(str(pins[OFFLOAD]))
     return ways | read_optimizer(str(pins.get("optimizer") or ""))
+
+
+def has_budget(pins: Mapping[str, Any]) -> bool:
+    """Whether the pins leave it to the compiler what is recomputed.
+
+    >>> has_budget({"recompute": "budget-0.5"}), has_budget({"recompute": "full"})
+    (True, False)
+    """
+    return Recompute(str(pins.get("recompute", Recompute.NONE))).way.budget is not None
 
 
 def _check_sync_batchnorm(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -162,8 +176,12 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
         )
     if strategy is not None:
         wrong += strategy.pin_conflicts(pins, available, len(workload.branches))
-    if pins.get("compile") and Offload.ACTIVATIONS in read_ways(pins).get(OFFLOAD, ()):
+    if (pins.get("compile") or has_budget(pins)) and Offload.ACTIVATIONS in read_ways(pins).get(OFFLOAD, ()):
         wrong.append((NOT_COMPILED_OFFLOADED, "leave one of the two out"))
+    if has_budget(pins) and pins.get("compile") is False:
+        wrong.append(
+            (BUDGET_IS_COMPILED, "pin compile=true, or recompute=selective or another way without a budget")
+        )
     return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)
 
 

@@ -38,8 +38,9 @@ on calibrated devices. The search then takes the simpler plan."""
 RECOMPUTES = (
     *(Recompute.NONE, Recompute.SELECTIVE, Recompute.EVERY_4, Recompute.EVERY_3, Recompute.EVERY_2),
     *(Recompute.ALL_BUT_3, Recompute.ALL_BUT_4, Recompute.FULL),
+    *(way for way in Recompute if way.way.budget is not None),
 )
-"""Ways of recomputing, the one that repeats least first."""
+"""Ways of recomputing, the one that repeats least first; then budgets of the compiler, which are pinned."""
 
 Notice = Callable[["Evaluation"], None]
 Value = tuple[float, ...]

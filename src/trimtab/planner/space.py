@@ -13,9 +13,11 @@ from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
 from trimtab.planner.estimator_interface import Layout, available_bytes
 from trimtab.planner.pins import (
+    BUDGET_OF_ONE_DEVICE,
     NOT_COMPILED_OFFLOADED,
     NOT_COMPILED_SYNCHRONISED,
     find_contradictions,
+    has_budget,
     read_ways,
 )
 from trimtab.spec import (
@@ -428,7 +430,7 @@ def _list_families(
     pins = policy.pins
     precision = pick_precision(layout.cluster.devices, policy, failed)
     recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else SEARCHED_RECOMPUTES
-    compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
+    compiles = _list_compiles(pins)
     pinned = "recompute" in pins
     ways = len(recomputes) * len(compiles)
     synchronised = bool(pins.get("sync_batchnorm"))
@@ -451,6 +453,7 @@ def _list_families(
         refused = batch_loss_rules.explain_refusal(workload, strategy, mesh)
         rules = STRATEGIES[strategy]
         refused = refused or (rules.why_not_synchronised if synchronised else "")
+        refused = refused or _refuse_budget(pins, strategy, mesh)
         refused = refused or _explain_offload(strategy, layout.gpus, pins)
         if refused:
             refusals.add(refused, ways)
@@ -499,6 +502,20 @@ def _explain_offload(strategy: Strategy, gpus: int, pins: Mapping[str, Any]) -> 
     """Return why a strategy cannot offload what is pinned; empty if it can."""
     refusal = find_refusal(STRATEGIES[strategy], gpus, read_offload(str(pins.get("offload") or "none")))
     return "" if refusal is None else f"{strategy} with offload={pins['offload']}: {refusal.found}"
+
+
+def _list_compiles(pins: Mapping[str, Any]) -> list[bool]:
+    """Return whether to try eager and compiled settings; only the compiler has a budget of activations."""
+    if has_budget(pins):
+        return [True]
+    return [bool(pins["compile"])] if "compile" in pins else [False, True]
+
+
+def _refuse_budget(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> str:
+    """Return why a pinned budget cannot be traced with a strategy; empty if it can, or none is pinned."""
+    rules = STRATEGIES[strategy]
+    is_compiled = not rules.why_not_compiled and rules.traced_as(mesh)[1].size == 1
+    return BUDGET_OF_ONE_DEVICE if has_budget(pins) and not is_compiled else ""
 
 
 def _list_meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:

@@ -231,6 +231,11 @@ def _estimate_time(  # noqa: PLR0913 - as above
             "compiled: memory is taken to be as without compiling, time by what could be fused; "
             "`trimtab estimate --compile` asks the compiler itself"
         )
+    if setting.recompute.way.budget is not None:
+        notes.append(
+            f"recompute {setting.recompute}: torch's own partitioner decided what is stored, and another "
+            "release of torch may store other tensors; MFU counts products that are computed again"
+        )
     if not pace.own:
         name = device.kind if device.slice else device.name
         notes.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")

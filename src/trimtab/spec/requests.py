@@ -149,7 +149,11 @@ PrecisionName = Annotated[
     option("Precision of the computation: fp32, tf32, bf16, fp16, bf16-true, fp8-tensorwise or fp8-rowwise."),
 ]
 RecomputeName = Annotated[
-    str, option("Activation recomputation (gradient checkpointing): none, full or selective.")
+    str,
+    option(
+        "Activation recomputation (gradient checkpointing): none, full, selective, every-2, every-3, "
+        "every-4, all-but-3 or all-but-4; with --compile also budget-0.1 to budget-0.9."
+    ),
 ]
 BaseName = Annotated[
     str,

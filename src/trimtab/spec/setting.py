@@ -23,7 +23,7 @@ class RecomputeWay(Noun, frozen=True, kw_only=True):
     """Whether results of matrix products and of attention are stored."""
     budget: float | None = None
     """Share of the activations that the compiler may store, between those of full recomputation (0) and of
-    none (1); None: the compiler is not asked."""
+    none (1); None: the compiler is not asked. Only compiled code has a budget."""
 
     def faults(self) -> list[str]:
         """Check that the number of blocks is not negative and the budget is a share."""
@@ -82,6 +82,16 @@ class Recompute(StrEnum):
     ALL_BUT_3 = "all-but-3", RecomputeWay(every=1, but=3)
     """All but the last of every three blocks store only their input."""
     ALL_BUT_4 = "all-but-4", RecomputeWay(every=1, but=4)
+    BUDGET_9 = "budget-0.9", RecomputeWay(budget=0.9)
+    """The compiler stores 0.9 of the activations that it would store, and recomputes what is cheapest."""
+    BUDGET_8 = "budget-0.8", RecomputeWay(budget=0.8)
+    BUDGET_7 = "budget-0.7", RecomputeWay(budget=0.7)
+    BUDGET_6 = "budget-0.6", RecomputeWay(budget=0.6)
+    BUDGET_5 = "budget-0.5", RecomputeWay(budget=0.5)
+    BUDGET_4 = "budget-0.4", RecomputeWay(budget=0.4)
+    BUDGET_3 = "budget-0.3", RecomputeWay(budget=0.3)
+    BUDGET_2 = "budget-0.2", RecomputeWay(budget=0.2)
+    BUDGET_1 = "budget-0.1", RecomputeWay(budget=0.1)
 
 
 class Strategy(StrEnum):

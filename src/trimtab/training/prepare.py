@@ -205,7 +205,9 @@ def prepare(
             estimated_for=planned,
             may_exceed_plan=not setting.compile and not request.pinned,
         ),
-        compiling=CompileSwitch(model, say, arranged.entries) if setting.compile else None,
+        compiling=CompileSwitch(model, say, arranged.entries, setting.recompute.way.budget)
+        if setting.compile
+        else None,
         weight=request.weight or _job_weight(request.job),
         regular_share=share,
         after_step=getattr(request.job, "after_step", None),

@@ -14,7 +14,7 @@ from trimtab.catalog.clusters import assume_network_link
 from trimtab.errors import BrokenFile, JobFailed, TrimtabError, WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
-from trimtab.planner.pins import find_contradictions, read_ways
+from trimtab.planner.pins import find_contradictions, has_budget, read_ways
 from trimtab.planner.space import format_pins
 from trimtab.probe.detect import detect
 from trimtab.spec import (
@@ -225,7 +225,7 @@ def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -
         global_batch=workload.global_batch,
         precision=Precision(pins.get("precision", Precision.FP32)),
         recompute=Recompute(pins.get("recompute", Recompute.NONE)),
-        compile=bool(pins.get("compile", False)),
+        compile=bool(pins.get("compile", has_budget(pins))),
         **read_ways(pins),
         workers=int(pins.get("workers", 0)),
         sync_batchnorm=bool(pins.get("sync_batchnorm", False)),
