@@ -31,7 +31,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+        down: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(x)))
+        return x + down
 
 
 class Net(nn.Module):
@@ -154,7 +155,7 @@ def test_estimates_and_plans_ask_the_partitioner(tmp_path: Any, monkeypatch: pyt
     lines = ("from typing import Any", "import torch", "from torch import nn", "import trimtab", parts)
     file.write_text("\n".join(lines).replace("16, 32)", "16384, 32)"), encoding="utf-8")
     job = f"{file}:Dial"
-    asked = {"on": "H200", "micro_batch": 4, "compile": True}
+    asked: dict[str, Any] = {"on": "H200", "micro_batch": 4, "compile": True}
     found = {
         way: trimtab.estimate(job, recompute=way, **asked) for way in ("none", "budget-0.8", "budget-0.1")
     }
