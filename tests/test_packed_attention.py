@@ -6,6 +6,8 @@ import pytest
 
 from shared_jobs import shared_job
 from trimtab.catalog.clusters import parse_cluster
+from trimtab.predict.estimate import estimate_trace
+from trimtab.predict.op_time import Pace, Point, device_rates, work_coordinates
 from trimtab.spec import Precision, Setting, Trace
 from trimtab.trace.packed_attention import count_pairs
 from trimtab.trace.request import TraceRequest
@@ -136,6 +138,21 @@ def test_flex_attention_costs_the_blocks_of_its_mask(packed: Trace) -> None:
     full = 2 * HEADS * TOKENS**2 * 2 * SIZE
     expected = sorted(round(full * count / 64) for count in blocks.values())
     assert flops(packed, "trimtab::flex_attention") == pytest.approx(expected, rel=1e-4)
+
+
+def test_kernels_that_borrow_their_efficiency_are_said(packed: Trace) -> None:
+    device = parse_cluster("H200").devices[0]
+    names = "FlexAttention or flash attention over packed rows or varlen attention"
+    said = estimate_trace(packed, SETTING, device)[0].assumptions
+    assert [text for text in said if "no calibrated kernel" in text] == [
+        f"time: no calibrated kernel is {names}: taken to be as efficient as attention over whole rows"
+    ]
+    # A calibration that has such a kernel is used for it.
+    (flex,) = [work for work in packed.works if work.op == "trimtab::flex_attention"][:1]
+    rates = device_rates(device)
+    assert rates is not None
+    own = Pace(rates, [Point("attention", flex.op, flex.dtype, work_coordinates(flex), 0.0)])
+    assert own.list_unmeasured(packed.works) == names.removeprefix("FlexAttention or ").split(" or ")
 
 
 def test_unknown_lengths_are_taken_to_be_equal_and_said(packed: Trace) -> None:

@@ -178,9 +178,9 @@ def test_every_face_knows_a_precision(precision: Precision) -> None:
     assert pins.check_pin("precision", precision.value, "--pin") == precision.value
     assert precision.value in CONFIG_WORDS["precision"]
     assert precision.value in str(trimtab.explain(precision.value))
-    h100, v100 = (parse_cluster(name).devices[0] for name in ("H100", "V100-32GB"))
-    assert can_run(h100, precision)
-    assert h100.peaks.get_rate(precision.dtypes.products)
+    b200, v100 = (parse_cluster(name).devices[0] for name in ("B200", "V100-32GB"))
+    assert can_run(b200, precision)
+    assert b200.peaks.get_rate(precision.dtypes.products)
     assert can_run(v100, precision) is (v100.peaks.get_rate(precision.dtypes.products) is not None)
 
 

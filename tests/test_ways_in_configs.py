@@ -211,10 +211,9 @@ def test_the_form_of_the_loss_is_read(file: str, text: str, loss: str) -> None:
             "fp8_config.enable_fsdp_float8_all_gather",
         ),
         ("a.yaml", ACCELERATE + "mixed_precision: fp8\nfp8_config: {backend: TE}\n", "fp8_config.backend"),
-        ("a.yaml", AXOLOTL + "fp8: true\n", "fp8"),
+        ("a.yaml", AXOLOTL + "adapter: lora\nfp8: true\n", "fp8"),
         ("a.yaml", FACTORY + "fp8: true\n", "fp8"),
-        ("a.toml", TITAN + '[model]\nconverters = ["quantize.linear.mx"]\n', "model.converters"),
-        ("a.yaml", tune(more="enable_fp8_training: True\n"), "enable_fp8_training"),
+        ("a.toml", TITAN + '[model]\nconverters = ["quantize.grouped_mm.mx"]\n', "model.converters"),
         ("a.yaml", tune(more="optimizer_in_bwd: True\n"), "optimizer_in_bwd"),
         (
             "a.toml",
@@ -230,6 +229,8 @@ def test_what_is_read_and_not_estimated_is_said(file: str, text: str, key: str) 
     assert key in {warning.key for warning in read(text, file)[1].warnings}
 
 
+FULL_FACTORY = FACTORY + "finetuning_type: full\n"
+TUNE_ROWS = "dtype: bf16\nenable_fp8_training: True\nfp8_recipe_name: rowwise\n"
 OLD_TITAN = TITAN + '[model]\nconverters = ["float8"]\n'
 NEW_TITAN = TITAN + '[model]\nconverters = ["quantize.linear.float8"]\n'
 
@@ -241,6 +242,16 @@ NEW_TITAN = TITAN + '[model]\nconverters = ["quantize.linear.float8"]\n'
         ("a.toml", OLD_TITAN, "fp8-tensorwise"),
         ("a.toml", OLD_TITAN + '[float8]\nrecipe_name = "rowwise"\n', "fp8-rowwise"),
         ("a.toml", NEW_TITAN, "fp8-tensorwise"),
+        ("a.toml", NEW_TITAN.replace("[model]", 'dtype = "bfloat16"\n[model]'), "fp8-tensorwise-true"),
+        ("a.toml", NEW_TITAN.replace("float8", "mx"), "mxfp8"),
+        ("a.yaml", AXOLOTL + "bf16: true\nfp8: true\n", "fp8-tensorwise-true"),
+        ("a.yaml", AXOLOTL + "bf16: true\nfp8: false\n", "bf16-true"),
+        ("a.yaml", FULL_FACTORY + "bf16: true\nfp8: true\n", "fp8-tensorwise"),
+        ("a.yaml", FULL_FACTORY + "bf16: true\npure_bf16: true\nfp8: true\n", "fp8-tensorwise-true"),
+        ("a.yaml", FULL_FACTORY + "bf16: true\n", "bf16"),
+        ("a.yaml", tune(more="dtype: bf16\nenable_fp8_training: True\n"), "fp8-tensorwise-true"),
+        ("a.yaml", tune(more=TUNE_ROWS), "fp8-rowwise-true"),
+        ("a.yaml", tune(more="dtype: bf16\n"), "bf16-true"),
         ("a.toml", NEW_TITAN + '[quantize.linear.float8]\nrecipe_name = "rowwise"\n', "fp8-rowwise"),
         (
             "a.toml",
@@ -419,6 +430,36 @@ def test_torchtitans_own_budget_is_its_default_and_others_are_said() -> None:
     assert read(mode + "memory_budget = 0.3\n", "a.toml")[0].recompute is Recompute.BUDGET_3
     _, found = read(mode + "memory_budget = 0.35\n", "a.toml")
     assert any("0.35" in text for text in found.said)
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "precision"),
+    [
+        (TITAN, "a.toml", Precision.FP8_ROWWISE_TRUE),
+        (TITAN, "a.toml", Precision.MXFP8),
+        (AXOLOTL, "a.yaml", Precision.FP8_TENSORWISE_TRUE),
+        (FULL_FACTORY, "a.yaml", Precision.FP8_TENSORWISE),
+        (FULL_FACTORY, "a.yaml", Precision.FP8_TENSORWISE_TRUE),
+        (tune(more="dtype: fp32\n"), "a.yaml", Precision.FP8_ROWWISE_TRUE),
+        (tune(more="dtype: fp32\n"), "a.yaml", Precision.FP8_TENSORWISE_TRUE),
+    ],
+)
+def test_products_in_8_bits_are_written_and_read_back(text: str, file: str, precision: Precision) -> None:
+    setting = Setting(micro_batch=1, global_batch=1, precision=precision)
+    _, said, after = write(setting, text, file)
+    assert read(after, file)[0].precision is precision
+    assert "No key here says" not in said
+
+
+def test_products_in_8_bits_stay_if_the_plan_did_not_choose_them() -> None:
+    plain = Setting(micro_batch=1, global_batch=1, precision=Precision.BF16_TRUE)
+    for text in (AXOLOTL + "fp8: true\n", FULL_FACTORY + "fp8: true\n"):
+        edits, said, _ = write(plain, text, "a.yaml")
+        assert "fp8" not in edits
+        assert "fp8 stays true: the plan multiplies in 16 bits" in said
+    edits, said, _ = write(plain, tune(more=TUNE_ROWS), "a.yaml")
+    assert "enable_fp8_training" not in edits
+    assert "enable_fp8_training stays true: the plan multiplies in 16 bits" in said
 
 
 def test_what_differs_in_8_bits_is_said() -> None:

@@ -17,6 +17,7 @@ from trimtab.spec import Peaks, Vendor
 if TYPE_CHECKING:
     from trimtab.catalog.tables import DeviceRow
     from trimtab.spec import Device
+    from trimtab.spec.precision import ProductsFormat
 
 
 _VENDOR_WORDS = re.compile(r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|generation)\b|\(tm\)|\(r\)")
@@ -143,6 +144,8 @@ FIRST_BF16_MAJOR = 8
 """Ampere. Older devices emulate bf16: PyTorch reports it as supported, but it is slow."""
 FIRST_FP8 = (8, 9)
 """Ada."""
+FIRST_MX = (10, 0)
+"""Blackwell."""
 
 
 def parse_capability(text: str) -> tuple[int, int] | None:
@@ -173,6 +176,26 @@ def explain_no_fp8(device: Device) -> str:
     capability = device.compute_capability
     stated = f" ({device.kind} has {capability})" if capability else ""
     return f"{device.kind} has no fp8: it needs compute capability 8.9 or newer{stated}"
+
+
+def has_products(device: Device, form: ProductsFormat | None) -> bool:
+    """Whether trimtab multiplies in an 8-bit format on a device; unknown counts as yes."""
+    if form is None:
+        return True
+    capability = parse_capability(device.compute_capability or "")
+    return has_fp8(device) and (not form.block or capability is None or capability >= FIRST_MX)
+
+
+def explain_no_products(device: Device, form: ProductsFormat | None) -> str:
+    """Return why a device does not multiply in an 8-bit format."""
+    if form is None or not form.block:
+        return explain_no_fp8(device)
+    if device.vendor is not Vendor.NVIDIA:
+        return f"trimtab predicts mxfp8 on NVIDIA GPUs only, and {device.kind} is not one"
+    names = [
+        row.typed[0] for row in devices() if (parse_capability(row.compute_capability) or (0, 0)) >= FIRST_MX
+    ]
+    return f"{device.kind} has no mxfp8: it needs Blackwell ({', '.join(names)})"
 
 
 def has_bf16(compute_capability: str) -> bool:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 
+from trimtab.engine.mx_format import BlockProduct, make_refusal
 from trimtab.engine.precision import torch_dtype
 from trimtab.errors import EnvironmentFault
 
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 
 MULTIPLE = 16
 """8-bit products need sizes that are multiples of this."""
-FIRST_CAPABILITY = (8, 9)
-"""The first compute capability with 8-bit products: Ada; then Hopper and Blackwell."""
+FIRST_CAPABILITY, FIRST_BLOCKS = (8, 9), (10, 0)
+"""The first compute capability with 8-bit products: Ada; then Hopper. Blackwell has those of MX blocks."""
 SMALLEST = 1e-12
 """Smallest absolute value that a scale is made for, so that a matrix of zeros gets one."""
 MOST_NAMES = 3
@@ -36,7 +38,7 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 HEAD = "the head of the model"
 FROZEN = "frozen"
-UNALIGNED = f"a size is no multiple of {MULTIPLE}"
+UNALIGNED = "a size is no multiple of {}"
 SMALL = "too small to gain"
 
 
@@ -48,6 +50,7 @@ class _Recipe(NamedTuple):
     scales_rows: bool
     rounds_scales: bool
     is_emulated: bool
+    block: int = 0
 
 
 class _Scaled(NamedTuple):
@@ -154,7 +157,12 @@ class Float8Linear(nn.Linear):
             # No rows have no largest value.
             return super().forward(input)
         with torch.autocast(kind, enabled=False):
-            out: torch.Tensor = _ScaledProduct.apply(rows, self.weight, self.recipe)
+            recipe = self.recipe
+            out: torch.Tensor = (
+                BlockProduct.apply(rows, self.weight, recipe.block, recipe.values)
+                if recipe.block
+                else _ScaledProduct.apply(rows, self.weight, recipe)
+            )
             if self.bias is not None:
                 out = out + self.bias.to(dtype)
         return out.view(*input.shape[:-1], self.out_features)
@@ -162,7 +170,8 @@ class Float8Linear(nn.Linear):
     def extra_repr(self) -> str:
         """Describe the layer in the printed model."""
         emulated = ", emulated" * self.recipe.is_emulated
-        scales = "row" if self.recipe.scales_rows else "matrix"
+        block = f"{self.recipe.block} numbers" if self.recipe.block else ""
+        scales = block or ("row" if self.recipe.scales_rows else "matrix")
         return f"{super().extra_repr()}, multiplies in 8 bits with a scale per {scales}{emulated}"
 
 
@@ -179,8 +188,11 @@ def convert_linear_layers(model: nn.Module, dtypes: Dtypes, device: str) -> int:
         gradients=torch_dtype(form.gradients),
         scales_rows=form.scales_rows,
         rounds_scales=form.rounds_scales,
-        is_emulated=not has_float8_products(device),
+        is_emulated=not has_float8_products(device, FIRST_BLOCKS if form.block else FIRST_CAPABILITY),
+        block=form.block,
     )
+    if form.block and not recipe.is_emulated and detect_fake_mode(list(model.parameters())) is None:
+        raise make_refusal()
     converted = [layer for _, layer, reason in _list_layers(model, form) if not reason]
     for layer in converted:
         layer.__class__ = Float8Linear
@@ -188,15 +200,15 @@ def convert_linear_layers(model: nn.Module, dtypes: Dtypes, device: str) -> int:
     return len(converted)
 
 
-def has_float8_products(device: str) -> bool:
+def has_float8_products(device: str, first: tuple[int, int] = FIRST_CAPABILITY) -> bool:
     """Whether a device multiplies in 8 bits; raise for a GPU that would only emulate it."""
     if torch.device(device).type != "cuda":
         return False
-    if torch.version.hip is None and torch.cuda.get_device_capability() >= FIRST_CAPABILITY:
+    if torch.version.hip is None and torch.cuda.get_device_capability() >= first:
         return True
     raise EnvironmentFault(
         f"8-bit products on {torch.cuda.get_device_name()}",
-        found="trimtab multiplies in 8 bits on NVIDIA GPUs of compute capability 8.9 or newer only",
+        found="this needs an NVIDIA GPU of compute capability {}.{} or newer".format(*first),
         cure="Use --precision bf16.",
     )
 
@@ -215,8 +227,8 @@ def _list_layers(model: nn.Module, form: ProductsFormat) -> Iterator[tuple[str, 
             yield name, layer, HEAD
         elif not layer.weight.requires_grad:
             yield name, layer, FROZEN
-        elif any(size % MULTIPLE for size in sizes):
-            yield name, layer, UNALIGNED
+        elif any(size % form.multiple for size in sizes):
+            yield name, layer, UNALIGNED.format(form.multiple)
         else:
             yield name, layer, "" if form.gains(*sizes) else SMALL
 

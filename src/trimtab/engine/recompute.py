@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import trimtab.engine.mx_format  # noqa: F401 - defines product_blocks
 from trimtab.engine.build import find_repeated_blocks
 from trimtab.errors import WrongUse
 from trimtab.spec import Recompute
@@ -67,7 +68,8 @@ def _recompute_block(block: nn.Module, *, selective: bool) -> None:
 @functools.cache
 def _saved_ops() -> frozenset[Any]:
     aten = torch.ops.aten
-    return frozenset(getattr(aten, name).default for name in SAVED_OPS.split() if hasattr(aten, name))
+    products = [getattr(aten, name).default for name in SAVED_OPS.split() if hasattr(aten, name)]
+    return frozenset([*products, torch.ops.trimtab.product_blocks.default])
 
 
 def _policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:

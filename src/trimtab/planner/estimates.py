@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.catalog.devices import explain_no_fp8, has_fp8
+from trimtab.catalog.devices import explain_no_products, has_products
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.planner.estimator import strip_device, to_traced_setting
 from trimtab.planner.plan_files import rebuild_cluster, write_plan_command
@@ -37,10 +37,11 @@ def smallest_device(cluster: Cluster) -> Device:
 
 def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
     """Raise if a setting computes in bf16 or fp8 and the device only emulates it."""
-    if setting.dtypes.products_format is not None and not has_fp8(device):
+    form = setting.dtypes.products_format
+    if not has_products(device, form):
         raise WrongUse(
             f"{setting.precision} on {device.name}",
-            found=explain_no_fp8(device),
+            found=explain_no_products(device, form),
             cure="Use --precision bf16, or look at another GPU.",
         )
     if device.bf16 is False and setting.dtypes.is_bf16:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from trimtab.catalog.devices import explain_no_fp8, has_fp8
+from trimtab.catalog.devices import explain_no_products, has_products
 from trimtab.engine.offload_rules import find_refusal
 from trimtab.errors import WrongUse
 from trimtab.planner import batch_loss_rules
@@ -346,8 +346,9 @@ def _check_precision(precision: Any, devices: tuple[Device, ...]) -> list[tuple[
     if precision is None or any(can_run(device, Precision(precision)) for device in devices):
         return []
     names = ", ".join(dict.fromkeys(device.kind for device in devices))
-    if Precision(precision).dtypes.products_format is not None and not any(map(has_fp8, devices)):
-        return [(f"precision={precision}: {explain_no_fp8(devices[0])}", "pin precision=bf16")]
+    form = Precision(precision).dtypes.products_format
+    if not any(has_products(device, form) for device in devices):
+        return [(f"precision={precision}: {explain_no_products(devices[0], form)}", "pin precision=bf16")]
     if Precision(precision).dtypes.tf32_products:
         return [(f"precision={precision}, and {names} has no TF32", "pin precision=fp16 or fp32")]
     return [
@@ -383,7 +384,7 @@ def _check_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tup
 
 def can_run(device: Device, precision: Precision) -> bool:
     """Whether the device runs the precision in hardware; unknown counts as yes."""
-    if precision.dtypes.products_format is not None and not has_fp8(device):
+    if not has_products(device, precision.dtypes.products_format):
         return False
     if precision.dtypes.is_bf16:
         return device.bf16 is not False
@@ -588,9 +589,10 @@ def _explain_precision(  # noqa: PLR0911 - one way out for each reason
     """Return why a precision is not tried, with its peak rate."""
     dtypes, other = precision.dtypes, chosen.dtypes
     if not dtypes.keeps_float32:
-        lacking = [device for device in devices if dtypes.products_format and not has_fp8(device)]
+        form = dtypes.products_format
+        lacking = [device for device in devices if not has_products(device, form)]
         if lacking:
-            return f"{precision}: {explain_no_fp8(lacking[0])}"
+            return f"{precision}: {explain_no_products(lacking[0], form)}"
         return f"{precision} changes the numerics of training: only by pin"
     if dtypes.is_bf16:
         emulated = f"{precision} is only emulated here"

@@ -19,6 +19,7 @@ from trimtab.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from trimtab.catalog.facts import DeviceFacts, MemoryFacts
+    from trimtab.predict.calibration import Speed
     from trimtab.spec import Calibration, Cluster, Device, Dtypes, Setting, Trace
 
 
@@ -191,6 +192,51 @@ def add_in_flight(peaks: MemoryPeaks, trace: Trace, setting: Setting, facts: Mem
     )
 
 
+def _list_time_notes(
+    trace: Trace, setting: Setting, device: Device, pace: Speed, *, fusing: bool
+) -> list[str]:
+    """Return what the time of compiled code, of unmeasured kernels and of 8-bit products is based on."""
+    notes = []
+    if fusing and trace.no_compile_gain:
+        notes.append(
+            f"compiled: {trace.no_compile_gain}; time and memory are taken to be as without; "
+            "`trimtab estimate --compile` asks the compiler itself"
+        )
+    elif fusing:
+        notes.append(
+            "compiled: memory is taken to be as without compiling, time by what could be fused; "
+            "`trimtab estimate --compile` asks the compiler itself"
+        )
+    if setting.recompute.way.budget is not None:
+        notes.append(
+            f"recompute {setting.recompute}: torch's own partitioner decided what is stored, and another "
+            "release of torch may store other tensors; MFU counts products that are computed again"
+        )
+    if not pace.own:
+        name = device.kind if device.slice else device.name
+        notes.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")
+    if unmeasured := pace.pace.list_unmeasured(trace.works):
+        notes.append(
+            f"time: no calibrated kernel is {' or '.join(unmeasured)}: taken to be as efficient as "
+            "attention over whole rows"
+        )
+    form = setting.dtypes.products_format
+    if form is not None:
+        notes.append(f"fp8: MFU is a share of the peak in {setting.dtypes.reference_products}")
+    if form is not None and form.block:
+        notes.append(
+            "mxfp8 was measured on no GPU: products run at the fp8 peak as efficiently as fp8-rowwise, casts "
+            "as fast as they move memory; trimtab predicts it, and does not train with it on a GPU"
+        )
+    elif form is not None:
+        notes.append(
+            UNEXPLAINED_LOSSES
+            if setting.compile
+            else "fp8 without --compile: scaling and casting run as kernels of their own"
+        )
+    return notes
+
+
 def _estimate_time(  # noqa: PLR0913 - as above
     trace: Trace,
     setting: Setting,
@@ -220,32 +266,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     once = step_time.model_flops(trace)
     mfu = flops / (seconds * peak) if peak else None
     usual = find_mfu_reference(model_kind(trace), device, setting.dtypes)
-    notes = []
-    if fusing and trace.no_compile_gain:
-        notes.append(
-            f"compiled: {trace.no_compile_gain}; time and memory are taken to be as without; "
-            "`trimtab estimate --compile` asks the compiler itself"
-        )
-    elif fusing:
-        notes.append(
-            "compiled: memory is taken to be as without compiling, time by what could be fused; "
-            "`trimtab estimate --compile` asks the compiler itself"
-        )
-    if setting.recompute.way.budget is not None:
-        notes.append(
-            f"recompute {setting.recompute}: torch's own partitioner decided what is stored, and another "
-            "release of torch may store other tensors; MFU counts products that are computed again"
-        )
-    if not pace.own:
-        name = device.kind if device.slice else device.name
-        notes.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")
-    if setting.dtypes.products_format is not None:
-        notes.append(f"fp8: MFU is a share of the peak in {setting.dtypes.reference_products}")
-        notes.append(
-            UNEXPLAINED_LOSSES
-            if setting.compile
-            else "fp8 without --compile: scaling and casting run as kernels of their own"
-        )
+    notes = _list_time_notes(trace, setting, device, pace, fusing=fusing)
     if setting.offload:
         notes.append(link.describe())
     notes += strategy_of(setting).time_assumptions

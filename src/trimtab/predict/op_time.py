@@ -18,7 +18,7 @@ from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from trimtab.catalog.facts import LawFacts
     from trimtab.spec import Calibration, Device, Work
@@ -51,6 +51,14 @@ SAME_KERNELS = {
     "aten::_efficient_attention_backward": f"{EFFICIENT}_backward",
 }
 """Operations that are corrected by measurements of another one, which runs the same or a similar kernel."""
+UNMEASURED_NAMES = {
+    "torch_attn::_varlen_attn": "varlen attention",
+    "aten::_flash_attention_forward": "flash attention over packed rows",
+    "aten::_efficient_attention_forward": "memory-efficient attention over packed rows",
+    "aten::_cudnn_attention_forward": "cuDNN's attention over packed rows",
+    "trimtab::flex_attention": "FlexAttention",
+}
+"""Names of the operations that take their efficiency from others, for people."""
 
 FUSED_NORMS = {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}
 """Layers that are described like updates of the optimizer: their measurements correct no update."""
@@ -245,6 +253,12 @@ class Pace:
         # If the host was the bottleneck, kernels waited: they were not faster than the roofline.
         waited = recurrent_launch_s(work, self.target.law) > seconds
         return seconds * math.exp(max(0.0, correction) if waited else correction)
+
+    def list_unmeasured(self, works: Iterable[Work]) -> list[str]:
+        """Return the kernels among works whose efficiency is taken from measurements of other kernels."""
+        measured = {point.op for points in self._by_kind.values() for point in points}
+        names = {UNMEASURED_NAMES[work.op] for work in works if work.op in UNMEASURED_NAMES.keys() - measured}
+        return sorted(names)
 
     def _recurrent_launch_s(self, work: Work) -> float:
         """Return the seconds that the host needs for the launches of a recurrent layer in a step."""

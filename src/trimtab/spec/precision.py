@@ -34,6 +34,8 @@ class ProductsFormat(Noun, frozen=True, kw_only=True):
     """Whether every row of a matrix has its own scale; otherwise the whole matrix has one."""
     rounds_scales: bool = False
     """Whether scales are rounded down to a power of two, so that scaling itself rounds nothing."""
+    block: int = 0
+    """Neighbours in a row that share a scale of 8 bits, as in MX formats; 0: no blocks."""
     too_small: tuple[tuple[int, int], ...] = ()
     """Layers with at most so many outputs and so many inputs are not converted: scaling takes longer than
     the product gains. 0: any number."""
@@ -45,8 +47,13 @@ class ProductsFormat(Noun, frozen=True, kw_only=True):
             for dtype in (self.values, self.gradients)
             if dtype not in FLOAT8
         ]
-        sizes = [size for pair in self.too_small for size in pair]
-        return wrong + ["a size of too_small is negative"] * any(size < 0 for size in sizes)
+        sizes = [self.block, *(size for pair in self.too_small for size in pair)]
+        return wrong + ["block or a size of too_small is negative"] * any(size < 0 for size in sizes)
+
+    @property
+    def multiple(self) -> int:
+        """Return what the sizes of a layer have to be a multiple of."""
+        return self.block or 16
 
     def gains(self, outputs: int, inputs: int) -> bool:
         """Whether a layer of this size is faster in 8 bits.
@@ -138,6 +145,17 @@ class Dtypes(Noun, frozen=True, kw_only=True):
         return stored and self.products_format is None
 
 
+TENSORWISE = ProductsFormat(too_small=((1024, 4096),))
+"""One scale per matrix. Layers that do not gain are those that torchao publishes, measured on H100."""
+ROWWISE = ProductsFormat(
+    gradients=E4M3,
+    scales_rows=True,
+    rounds_scales=True,
+    too_small=((2048, 0), (0, 1024), (4096, 2048)),
+)
+"""One scale per row. Layers that do not gain also by torchao."""
+
+
 class Precision(StrEnum):
     """Precision of a training step: dtypes of computation and of stored weights."""
 
@@ -159,26 +177,16 @@ class Precision(StrEnum):
     """fp16 autocast with loss scaling, fp32 weights."""
     BF16_TRUE = "bf16-true", Dtypes(weights=BFLOAT16, frozen_weights=BFLOAT16, reductions=BFLOAT16)
     """bf16 weights."""
-    FP8_TENSORWISE = (
-        "fp8-tensorwise",
-        Dtypes(autocast=BFLOAT16, products_format=ProductsFormat(too_small=((1024, 4096),))),
-    )
-    """bf16 autocast, fp32 weights; large linear layers multiply in 8 bits, with a scale per matrix.
-
-    Sizes of layers that do not gain are those that torchao publishes for this recipe, measured on H100."""
-    FP8_ROWWISE = (
-        "fp8-rowwise",
-        Dtypes(
-            autocast=BFLOAT16,
-            products_format=ProductsFormat(
-                gradients=E4M3,
-                scales_rows=True,
-                rounds_scales=True,
-                too_small=((2048, 0), (0, 1024), (4096, 2048)),
-            ),
-        ),
-    )
-    """The same with a scale per row, which loses less, and takes longer. Sizes also by torchao."""
+    FP8_TENSORWISE = "fp8-tensorwise", Dtypes(autocast=BFLOAT16, products_format=TENSORWISE)
+    """bf16 autocast, fp32 weights; large linear layers multiply in 8 bits, with a scale per matrix."""
+    FP8_ROWWISE = "fp8-rowwise", Dtypes(autocast=BFLOAT16, products_format=ROWWISE)
+    """The same with a scale per row, which loses less, and takes longer."""
+    FP8_TENSORWISE_TRUE = "fp8-tensorwise-true", BF16_TRUE[1].replace(products_format=TENSORWISE)
+    """bf16 weights; large linear layers multiply in 8 bits, with a scale per matrix."""
+    FP8_ROWWISE_TRUE = "fp8-rowwise-true", BF16_TRUE[1].replace(products_format=ROWWISE)
+    """The same with a scale per row."""
+    MXFP8 = "mxfp8", Dtypes(autocast=BFLOAT16, products_format=ProductsFormat(gradients=E4M3, block=32))
+    """bf16 autocast, fp32 weights; a scale for every 32 numbers, as Blackwell GPUs multiply them."""
 
 
 def without_float8(precision: Precision) -> Precision:

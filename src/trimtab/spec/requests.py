@@ -146,7 +146,10 @@ Clip = Annotated[float | None, option("Clip gradients to this norm.", minimum=0.
 MicroBatch = Annotated[int, option("Samples per forward pass on one rank.")]
 PrecisionName = Annotated[
     str,
-    option("Precision of the computation: fp32, tf32, bf16, fp16, bf16-true, fp8-tensorwise or fp8-rowwise."),
+    option(
+        "Precision of the computation: fp32, tf32, bf16, fp16, bf16-true, fp8-tensorwise, fp8-rowwise, "
+        "fp8-tensorwise-true, fp8-rowwise-true or mxfp8."
+    ),
 ]
 RecomputeName = Annotated[
     str,

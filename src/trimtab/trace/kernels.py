@@ -165,9 +165,10 @@ def _choose_dtype(values: Sequence[Any], policy: str) -> torch.dtype:
     return torch.float32 if has_fp32 else lower
 
 
-SCALED_PRODUCT = "aten::_scaled_mm"
+SCALED_PRODUCT, BLOCK_PRODUCT = "aten::_scaled_mm", "trimtab::product_blocks"
 MATRIX_OPS = {
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", SCALED_PRODUCT, "aten::_grouped_mm",
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", SCALED_PRODUCT,
+    BLOCK_PRODUCT,
 }  # fmt: skip
 
 
@@ -287,7 +288,7 @@ class Kernels:
             )
         thread = threading.get_ident()
         persistent = 0
-        if name == SCALED_PRODUCT and thread not in self._scaled_threads:
+        if name in (SCALED_PRODUCT, BLOCK_PRODUCT) and thread not in self._scaled_threads:
             self._scaled_threads.add(thread)
             persistent = workspaces.CUBLAS_LT
         if name not in CUBLAS_OPS or thread in self._cublas_threads:

@@ -559,6 +559,21 @@ def _describe_scaled(name: str, args: tuple[Any, ...], out: Any) -> Work:
     )
 
 
+def _describe_blocks(_: str, args: tuple[Any, ...], out: Any) -> Work:
+    """Return the work of a product in MXFP8, which is taken to be as efficient as with a scale per row."""
+    left, left_scales, right, right_scales = args[:4]
+    rows, inner, columns = left.shape[0], left.shape[1], right.shape[0]
+    return Work(
+        op="aten::_scaled_mm by row",
+        kind="matrix",
+        dtype=dtype_name(left.dtype),
+        flops=2 * rows * columns * inner,
+        read_bytes=sum(map(count_bytes, (left, left_scales, right, right_scales))),
+        write_bytes=count_bytes(out),
+        dims=(1, rows, columns, inner, min(map(_alignment, (left, right, out)))),
+    )
+
+
 FLEX_MILLION = 1_000_000
 
 
@@ -587,6 +602,7 @@ _RULES: dict[str, Callable[[str, tuple[Any, ...], Any], Work]] = {
     "trimtab::flex_attention_backward": _describe_flex,
     "trimtab::product_int8": _describe_int8,
     "aten::_scaled_mm": _describe_scaled,
+    "trimtab::product_blocks": _describe_blocks,
     "aten::mm": _describe_matrix,
     "aten::addmm": _describe_matrix,
     "aten::bmm": _describe_matrix,
