@@ -444,6 +444,8 @@ def _float8() -> list[QueuedCase]:
             ("8b4", FP8_8B, "fp8-rowwise", False),
             ("8b4", FP8_8B, "fp8-rowwise", True),
             ("1b8", FP8_1B, "fp8-tensorwise", True),
+            ("8b4", FP8_8B, "fp8-tensorwise-true", False),
+            ("1b8", FP8_1B, "fp8-rowwise-true", False),
         )
     ]  # fmt: skip
     mlps = [

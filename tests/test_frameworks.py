@@ -21,6 +21,7 @@ from trimtab.configs import formats
 from trimtab.configs.plan_edits import count_nodes, draft_edits, make_exact, name_offload
 from trimtab.configs.targets import builtin_targets, find_site, find_target
 from trimtab.spec import LossForm, Mesh, OptimizerRule, Precision, Recompute, Setting, Strategy
+from trimtab.spec.precision import without_float8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +109,7 @@ def _check_arguments(transformers: Any, plan: Plan, text: str, tmp_path: Path) -
     choice = make_exact(plan.choice, "")[0]
     assert found.per_device_train_batch_size == choice.micro_batch
     assert found.gradient_accumulation_steps == choice.accumulation
-    if choice.precision is not Precision.BF16_TRUE:
+    if without_float8(choice.precision) is not Precision.BF16_TRUE:
         # A config without a key for fp8 gets the 16 bits of the rest of the model.
         assert found.bf16 is choice.dtypes.is_bf16
         assert found.fp16 is (choice.precision is Precision.FP16)
@@ -160,7 +161,7 @@ def _check_launch(plan: Plan, label: str, tmp_path: Path) -> None:
     if choice.strategy not in {Strategy.FSDP, Strategy.HSDP}:
         assert loaded.distributed_type != "FSDP"
         return
-    if choice.dtypes.products_format is not None:
+    if choice.dtypes.products_format is not None and not choice.dtypes.products_format.block:
         assert str(loaded.mixed_precision) == "fp8"
         assert loaded.fp8_config["backend"] == "AO"
     if loaded.mixed_precision == "fp8":
@@ -235,7 +236,7 @@ def _check_deepspeed(config: Any, plan: Plan, label: str, tmp_path: Path) -> Non
     for word, offload in (("optimizer", zero.offload_optimizer), ("params", zero.offload_param)):
         device = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
         assert device == ("cpu" if word in choice.offload else "none")
-    if choice.precision is not Precision.BF16_TRUE:
+    if without_float8(choice.precision) is not Precision.BF16_TRUE:
         assert found.bfloat16_config.enabled is (choice.precision is Precision.BF16)
         assert found.float16_config.enabled is (choice.precision is Precision.FP16)
 

@@ -169,8 +169,8 @@ def test_the_estimate_is_faster_and_says_that_it_was_not_measured(tmp_path: Path
         name: trimtab.estimate(f"{file}:Wide", "B200", micro_batch=4, precision=name)
         for name in ("bf16", "fp8-rowwise", "mxfp8")
     }
-    seconds = [estimate.step_s or 0.0 for estimate in found.values()]
-    assert seconds == sorted(seconds, reverse=True)
+    rowwise, mx = (found[name].step_s or 0.0 for name in ("fp8-rowwise", "mxfp8"))
+    assert 0 < mx < rowwise
     assert found["mxfp8"].allocated_bytes == pytest.approx(found["fp8-rowwise"].allocated_bytes, rel=0.1)
     assert any("mxfp8 was measured on no GPU" in text for text in found["mxfp8"].assumptions)
 

@@ -274,10 +274,10 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
         )
     exact, note = make_exact(setting or plan.choice, given)
     draft.said += [note] if note else []
-    exact = _leave_out_float8(draft, site.target, exact)
-    facts = list_facts(exact, nodes, plan_sequence_length(plan))
     entries = document.entries()
     values = {entry.path: entry for entry in entries}
+    exact = _leave_out_float8(draft, site, values, exact)
+    facts = list_facts(exact, nodes, plan_sequence_length(plan))
     present = {
         knob.field
         for knob in filter(site.applies, site.target.knobs)
@@ -315,11 +315,20 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     return draft
 
 
-def _leave_out_float8(draft: Draft, target: ConfigTarget, setting: Setting) -> Setting:
+def _leave_out_float8(
+    draft: Draft, site: TargetSite, values: Mapping[KeyPath, Entry], setting: Setting
+) -> Setting:
     """Return the setting with products in 16 bits, and warn, if a config says the precision but not fp8."""
     precision, wide = setting.precision, without_float8(setting.precision)
-    knobs = [knob for knob in target.knobs if knob.field == "precision"]
-    if precision is wide or not knobs or any(knob.nearest(precision.value) in knob.words for knob in knobs):
+    knobs = [knob for knob in site.target.knobs if knob.field == "precision"]
+    counting = [knob for knob in knobs if conditions_hold(knob.when, site.root, values)]
+    words = [(knob.nearest(precision.value), knob) for knob in counting]
+    # A key says it if its value would be another one without fp8.
+    says_it = any(
+        word in knob.words and knob.words[word] != knob.words.get(knob.nearest(wide.value))
+        for word, knob in words
+    )
+    if precision is wide or not knobs or says_it:
         return setting
     draft.warn(
         f"No key here says {precision}: {wide} is written, which is slower. Convert the linear layers in "
