@@ -125,6 +125,11 @@ def patch_flex_attention() -> None:
         del score_mod, scale, enable_gqa
         if not torch.compiler.is_compiling():
             _note_assumptions(block_mask)
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            # As torch does it since 2.13; a model may turn queries and keys in fp32.
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         out, lse = torch.ops.trimtab.flex_attention(query, key, value, _find_share(block_mask))
         if not return_lse and options.get("return_aux") is None:
             return out
