@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +18,9 @@ from trimtab.errors import TrimtabError, WrongUse
 from trimtab.jobs.head import IGNORE_INDEX
 from trimtab.jobs.registry import job_flags
 from trimtab.jobs.text.documents import make_typical_row, pack_documents, read_lengths
+from trimtab.probe.detect import as_cluster
+from trimtab.scripts.command import parse_command
+from trimtab.scripts.estimate import estimate_script
 from trimtab.spec import Precision, Setting, Trace
 from trimtab.trace.flash_attn_package import NOTE
 from trimtab.trace.packed_attention import count_pairs
@@ -287,3 +292,29 @@ def test_a_job_may_import_flash_attn_that_is_not_installed(worker: WorkerProcess
     assert flops(trace, FLASH) == {scale * count for count in pairs}
     assert flops(trace, FLASH_BACKWARD) == {scale * count * 5 // 2 for count in pairs}
     assert NOTE in trace.assumptions
+
+
+SCRIPT = """
+import torch
+from flash_attn import flash_attn_varlen_qkvpacked_func
+
+project = torch.nn.Linear(64, 192, device="cuda", dtype=torch.bfloat16)
+optimizer = torch.optim.AdamW(project.parameters())
+ends = torch.tensor([0, 100, 160], dtype=torch.int32, device="cuda")
+for step in range(4):
+    qkv = project(torch.randn(160, 64, device="cuda", dtype=torch.bfloat16)).view(160, 3, 2, 32)
+    loss = flash_attn_varlen_qkvpacked_func(qkv, ends, 100, causal=True).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_may_import_flash_attn_that_is_not_installed(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT, encoding="utf-8")
+    command = parse_command([sys.executable, str(file)], environment=os.environ)
+    found = estimate_script(command, as_cluster("H200"))
+    pairs = count_pairs([(100, 100), (60, 60)], causal=True)
+    assert flops(found.trace, FLASH) == {2 * 2 * 2 * 32 * pairs}
+    assert any(NOTE in note for note in found.estimate.assumptions)
