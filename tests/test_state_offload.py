@@ -28,6 +28,8 @@ from trimtab.spec import (
     Trace,
     Verdict,
 )
+from trimtab.trace.host_state import measure_host_state
+from trimtab.training.checkpoint_format import take_snapshot
 from trimtab.units import GIB
 
 if TYPE_CHECKING:
@@ -195,6 +197,38 @@ def test_host_memory_is_that_of_all_processes_of_a_node() -> None:
     assert estimate_host(trace, make_setting(), make_cluster("64GiB")) is None
 
 
+def test_a_node_has_room_for_the_copies_of_a_checkpoint() -> None:
+    shards = make_trace(pinned_sizes=(3 * GIB, 3 * GIB), host_state_bytes=6 * GIB, checkpoint_bytes=9 * GIB)
+    setting = make_setting(strategy=Strategy.FSDP, mesh=Mesh(dp_shard=2), accumulation=1, offload=BOTH)
+    host = estimate_host(shards, setting, make_cluster("44GiB"))
+    assert host is not None
+    # The steps alone would fit: 2 + 8 + 6 GiB a process.
+    assert host.rank_bytes == 16 * GIB
+    assert host.checkpoint_bytes == 9 * GIB
+    assert host.node_bytes == 2 * (16 + 9) * GIB
+    assert host.fits is False
+    # Weights on the device are copied to pinned memory, in blocks of 4 GiB for 3.
+    alone = estimate_host(shards, make_setting(offload=(Offload.OPTIMIZER,)), None)
+    assert alone is not None
+    assert alone.checkpoint_bytes == (4 + 6) * GIB
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offload": (Offload.OPTIMIZER,)},
+        {"offload": (Offload.ACTIVATIONS,)},
+        {"offload": BOTH, "strategy": Strategy.FSDP, "mesh": Mesh(dp_shard=1)},
+    ],
+)
+def test_a_checkpoint_copies_as_much_as_is_measured(changes: dict[str, Any]) -> None:
+    _, state = train(make_setting(**changes), steps=1)
+    optimizer = state.phases[0].optimizers[0].optimizer
+    snapshot = take_snapshot({"model": state.model, "optimizer": optimizer})
+    assert measure_host_state(state)["checkpoint_bytes"] == snapshot.size_bytes > 0
+
+
 @pytest.mark.parametrize("words", ["much", "512G"])
 def test_a_wrong_size_of_the_host_is_refused(words: str) -> None:
     with pytest.raises(WrongUse):
@@ -218,6 +252,8 @@ def test_an_estimate_refuses_a_host_that_is_too_small() -> None:
     assert "the host needs 8.0 GiB per node" in small.verdict_reason
     assert small.host is not None
     assert 0 < small.host.pinned_bytes < small.host.rank_bytes
+    # Weights and two states of AdamW, of one of four shards.
+    assert small.host.checkpoint_bytes == pytest.approx(12 * 102_784 / 4, rel=0.1)
     assert small.step_time is not None
     assert small.step_time.offload_s > 0
     assert any("FSDP2 moves weights" in note for note in small.assumptions)

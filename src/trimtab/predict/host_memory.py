@@ -25,7 +25,8 @@ def has_state_on_host(setting: Setting) -> bool:
 def estimate_host(trace: Trace, setting: Setting, cluster: Cluster | None) -> HostMemory | None:
     """Return the host memory of a setting; None if it offloads nothing.
 
-    In the steps a node holds its processes, their shards of weights and gradients, and optimizer states.
+    In the steps a node holds its processes, their shards of weights and gradients, and optimizer states. From
+    the first checkpoint on, each process also has the copy that is written while training goes on.
     Before the steps it holds the model as it is built: one copy, because other ranks get their values from
     rank 0 where the host is small. It needs the larger of the two.
     """
@@ -38,10 +39,11 @@ def estimate_host(trace: Trace, setting: Setting, cluster: Cluster | None) -> Ho
         rank.pinned_bytes + count_micro_batches(setting, rank.part) * rank.host_bytes for rank in trace.ranks
     ]
     pinned = max(blocks)
+    checkpoint = max(_count_checkpoint_bytes(rank, setting) for rank in trace.ranks)
     state = max(size + rank.host_state_bytes for rank, size in zip(trace.ranks, blocks, strict=True))
     is_built_on_host = strategy_of(setting).is_built_on_host or setting.base.storage.is_quantized
     built = trace.parameters * DTYPE_BYTES[setting.dtypes.weights] if is_built_on_host else 0
-    node_bytes = per_node * PROCESS_BYTES + max(per_node * state, built)
+    node_bytes = per_node * PROCESS_BYTES + max(per_node * (state + checkpoint), built)
     sizes = [node.ram_bytes for node in nodes]
     known = [size for size in sizes if size is not None]
     capacity = min(known) if known and len(known) == len(sizes) else None
@@ -49,9 +51,22 @@ def estimate_host(trace: Trace, setting: Setting, cluster: Cluster | None) -> Ho
         rank_bytes=PROCESS_BYTES + state,
         pinned_bytes=pinned,
         node_bytes=node_bytes,
+        checkpoint_bytes=checkpoint,
         capacity_bytes=capacity,
         fits=None if capacity is None else node_bytes <= capacity,
     )
+
+
+def _count_checkpoint_bytes(rank: Trace, setting: Setting) -> int:
+    """Return the bytes of a rank's copy of its weights and optimizer states.
+
+    Copies of tensors on the device are pinned. Those of weights whose optimizer is on the host take blocks
+    like the copies that it updates. Of other weights the sizes are not known one by one.
+    """
+    if strategy_of(setting).is_sharded or not rank.pinned_sizes:
+        return rank.checkpoint_bytes
+    weights = rank.checkpoint_bytes - rank.host_state_bytes
+    return round(weights * rank.pinned_bytes / sum(rank.pinned_sizes)) + rank.host_state_bytes
 
 
 def list_host_assumptions(setting: Setting, host: HostMemory | None, links: Links | None) -> list[str]:
@@ -60,7 +75,7 @@ def list_host_assumptions(setting: Setting, host: HostMemory | None, links: Link
         return []
     process = (
         f"host memory: {format_bytes(PROCESS_BYTES)} for each process itself (Python, torch, CUDA), not "
-        "measured; data loader processes and checkpoints that are being written are not counted"
+        "measured; data loader processes are not counted"
     )
     notes = [process]
     if host.capacity_bytes is None:
