@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trimtab.predict.host_link import count_phase_transfers
 from trimtab.spec import HostMemory, Offload
 from trimtab.spec.precision import DTYPE_BYTES
 from trimtab.strategies import strategy_of
@@ -98,32 +99,24 @@ def offloaded_state_s(  # noqa: PLR0913 - two of these are named
     hidden_forward_s: float,
     hidden_backward_s: float,
 ) -> float | None:
-    """Return the seconds that offloaded weights and states add to an optimizer step; None if there are none.
+    """Return the seconds of all copies and of the optimizer on the CPU; None if it runs on the device.
 
     Shards are copied to the device before every gather, and gradients to the host after every reduction, on
-    streams of their own: what is longer than the computation counts. On a single device gradients are copied
-    in the backward pass and weights after the update, both on the stream of the computation. The optimizer
-    reads and writes weights and states once and reads gradients once: 28 bytes a weight for AdamW in fp32.
+    streams of their own. Offloaded activations use the same link. So the copies of a pass in one direction
+    add up, those in the other run beside them, and what is longer than the computation counts. On a single
+    device gradients are copied in the backward pass and weights after the update, both on the stream of the
+    computation; activations move beside it. The optimizer reads and writes weights and states once and reads
+    gradients once: 28 bytes a weight for AdamW in fp32.
     """
     if not has_state_on_host(setting) or host_bytes_per_s is None:
         return None
-    dtypes, passes = setting.dtypes, setting.accumulation
-    shards = setting.mesh.dp_shard
-    weight = DTYPE_BYTES[dtypes.weights]
-    moved = trace.trainable * weight / shards
+    forward, backward, update = count_phase_transfers(trace)
     if strategy_of(setting).is_sharded:
-        gathered = sum(
-            trace.works[number].read_bytes for number in trace.sequence if _is_gather(trace, number)
-        )
-        up = gathered / shards * weight / DTYPE_BYTES[dtypes.autocast or dtypes.weights]
-        forward = max(0.0, up / 2 / host_bytes_per_s - hidden_forward_s)
-        backward = max(0.0, max(up / 2, moved) / host_bytes_per_s - hidden_backward_s)
-        copies = passes * (forward + backward)
+        beside, waited = (max(forward), max(backward)), 0
     else:
-        copies = (passes + 1) * moved / host_bytes_per_s
-    return copies + (3 * moved + 2 * trace.host_state_bytes) / update_bytes_per_s
-
-
-def _is_gather(trace: Trace, number: int) -> bool:
-    work = trace.works[number]
-    return work.kind == "collective" and "gather" in work.op
+        beside, waited = (forward.outward, backward.back), backward.outward
+    hidden = (hidden_forward_s, hidden_backward_s)
+    exposed = sum(max(0.0, size / host_bytes_per_s - most) for size, most in zip(beside, hidden, strict=True))
+    copies = setting.accumulation * (exposed + waited / host_bytes_per_s) + sum(update) / host_bytes_per_s
+    # Gradients are as large as the weights that they update.
+    return copies + (3 * backward.outward + 2 * trace.host_state_bytes) / update_bytes_per_s

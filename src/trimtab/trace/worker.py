@@ -352,6 +352,8 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         _note_is_compiling_calls(recorder.kernels)
         _note_double_backward(recorder.kernels)
     kept = _run_timed_steps(built, state, batch, names)
+    # Measured here: a forward pass without a backward pass leaves the weights of the root whole.
+    on_host = measure_host_state(state)
     recorder.mark_phase("end", "activations")
     if longest:
         _record_usual_step(built, state)
@@ -364,7 +366,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         "parameters": sum(count for count, _ in sizes),
         "trainable": sum(count for count, learns in sizes if learns),
         "recomputed": state.recomputed,
-        **measure_host_state(state),
+        **on_host,
         "host_sizes": () if state.offload is None else state.offload.peak_sizes,
         "part": rank.number,
         "rank": rank.words,
