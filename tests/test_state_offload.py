@@ -121,7 +121,7 @@ def test_the_state_is_saved_and_loaded_like_that_of_another_optimizer() -> None:
                 "mesh": Mesh(dp_replicate=2),
                 "accumulation": 1,
             },
-            "sum gradients on the GPU",
+            "once for each GPU",
         ),
         (
             {
