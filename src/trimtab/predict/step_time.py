@@ -148,15 +148,16 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
     if work.kind == "call":
         return 0.0 if compiled else host.call_s
     if work.kind == "wait":
-        return host.wait_s
+        # Waiting alone copies no number to the host.
+        return host.plain_s if work.op == WAIT_ONLY else host.wait_s
+    pieces = (host.step.pieces_of(work.op) - 1) * host.step.piece_s
     if work.kind == "optimizer":
-        return host.forward_s + work.dims[0] * host.tensor_s if work.dims else host.forward_s
+        return host.forward_s + pieces + (work.dims[0] * host.tensor_s if work.dims else 0.0)
     if after:
         return host.plain_s
     weighing = host.step.fresh_s if work.fresh else 0.0
     if compiled:
         return host.compiled_s + weighing
-    pieces = (host.step.pieces_of(work.op) - 1) * host.step.piece_s
     return (host.backward_s if backward else host.forward_s) + pieces + weighing
 
 
@@ -182,6 +183,8 @@ class Step(NamedTuple):
         return sum(self)
 
 
+WAIT_ONLY = "trimtab::wait_for_device"
+"""torch.cuda.synchronize, as updates of bitsandbytes call it."""
 ARITHMETIC_KINDS = {"matrix", "attention", "convolution", "recurrent"}
 
 
@@ -354,7 +357,9 @@ def _gradient_add(size: int) -> Work:
 
 def model_flops(trace: Trace) -> int:
     """Return the FLOPs of one forward and backward pass on one rank, without recomputation."""
-    return sum(trace.works[number].flops for number in trace.sequence) - trace.recomputed_flops
+    # Updates count instructions instead of FLOPs.
+    counts = [0 if work.kind == "optimizer" else work.flops for work in trace.works]
+    return sum(counts[number] for number in trace.sequence) - trace.recomputed_flops
 
 
 def device_flops(trace: Trace, setting: Setting) -> float:
