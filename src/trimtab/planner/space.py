@@ -7,6 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.devices import explain_no_fp8, has_fp8
+from trimtab.engine.offload_rules import find_refusal
 from trimtab.errors import WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
@@ -28,6 +29,7 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
+from trimtab.spec.setting import read_offload
 from trimtab.strategies import STRATEGIES, strategy_by_speed
 from trimtab.units import format_flops, format_value
 
@@ -449,6 +451,7 @@ def _list_families(
         refused = batch_loss_rules.explain_refusal(workload, strategy, mesh)
         rules = STRATEGIES[strategy]
         refused = refused or (rules.why_not_synchronised if synchronised else "")
+        refused = refused or _explain_offload(strategy, layout.gpus, pins)
         if refused:
             refusals.add(refused, ways)
             continue
@@ -490,6 +493,12 @@ def _list_families(
                     sync_batchnorm=synchronised,
                     splits=tuple(members),
                 )
+
+
+def _explain_offload(strategy: Strategy, gpus: int, pins: Mapping[str, Any]) -> str:
+    """Return why a strategy cannot offload what is pinned; empty if it can."""
+    refusal = find_refusal(STRATEGIES[strategy], gpus, read_offload(str(pins.get("offload") or "none")))
+    return "" if refusal is None else f"{strategy} with offload={pins['offload']}: {refusal.found}"
 
 
 def _list_meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
