@@ -27,7 +27,10 @@ from trimtab.spec import (
     Strategy,
     Trace,
     Verdict,
+    Work,
 )
+from trimtab.trace.host_state import measure_host_state
+from trimtab.training.checkpoint_format import take_snapshot
 from trimtab.units import GIB
 
 if TYPE_CHECKING:
@@ -118,7 +121,7 @@ def test_the_state_is_saved_and_loaded_like_that_of_another_optimizer() -> None:
                 "mesh": Mesh(dp_replicate=2),
                 "accumulation": 1,
             },
-            "sum gradients on the GPU",
+            "once for each GPU",
         ),
         (
             {
@@ -195,6 +198,38 @@ def test_host_memory_is_that_of_all_processes_of_a_node() -> None:
     assert estimate_host(trace, make_setting(), make_cluster("64GiB")) is None
 
 
+def test_a_node_has_room_for_the_copies_of_a_checkpoint() -> None:
+    shards = make_trace(pinned_sizes=(3 * GIB, 3 * GIB), host_state_bytes=6 * GIB, checkpoint_bytes=9 * GIB)
+    setting = make_setting(strategy=Strategy.FSDP, mesh=Mesh(dp_shard=2), accumulation=1, offload=BOTH)
+    host = estimate_host(shards, setting, make_cluster("44GiB"))
+    assert host is not None
+    # The steps alone would fit: 2 + 8 + 6 GiB a process.
+    assert host.rank_bytes == 16 * GIB
+    assert host.checkpoint_bytes == 9 * GIB
+    assert host.node_bytes == 2 * (16 + 9) * GIB
+    assert host.fits is False
+    # Weights on the device are copied to pinned memory, in blocks of 4 GiB for 3.
+    alone = estimate_host(shards, make_setting(offload=(Offload.OPTIMIZER,)), None)
+    assert alone is not None
+    assert alone.checkpoint_bytes == (4 + 6) * GIB
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offload": (Offload.OPTIMIZER,)},
+        {"offload": (Offload.ACTIVATIONS,)},
+        {"offload": BOTH, "strategy": Strategy.FSDP, "mesh": Mesh(dp_shard=1)},
+    ],
+)
+def test_a_checkpoint_copies_as_much_as_is_measured(changes: dict[str, Any]) -> None:
+    _, state = train(make_setting(**changes), steps=1)
+    optimizer = state.phases[0].optimizers[0].optimizer
+    snapshot = take_snapshot({"model": state.model, "optimizer": optimizer})
+    assert measure_host_state(state)["checkpoint_bytes"] == snapshot.size_bytes > 0
+
+
 @pytest.mark.parametrize("words", ["much", "512G"])
 def test_a_wrong_size_of_the_host_is_refused(words: str) -> None:
     with pytest.raises(WrongUse):
@@ -202,13 +237,55 @@ def test_a_wrong_size_of_the_host_is_refused(words: str) -> None:
 
 
 def test_the_time_of_a_step_has_the_copies_and_the_update() -> None:
-    trace = make_trace(host_state_bytes=8 << 30)
+    trace = make_transfers(backward=(4, 0), update=(0, 4)).replace(host_state_bytes=8 * GIB)
     common = {"hidden_forward_s": 0.0, "hidden_backward_s": 0.0}
     setting = make_setting(accumulation=1, micro_batch=8, offload=(Offload.OPTIMIZER,))
     seconds = offloaded_state_s(trace, setting, 4 * GIB, 28 * GIB, **common)
     # Gradients and weights of 4 GiB each way; an update touches 28 bytes a weight.
     assert seconds == pytest.approx(2.0 + 1.0)
     assert offloaded_state_s(trace, make_setting(), 4 * GIB, 28 * GIB, **common) is None
+
+
+def make_transfers(**phases: tuple[int, int]) -> Trace:
+    """Return a trace with copies to the host and back, in GiB by phase, and nothing else."""
+    works: list[Work] = []
+    starts: dict[str, int] = {}
+    for phase in ("forward", "backward", "update"):
+        starts["optimizer" if phase == "update" else phase] = len(works)
+        outward, back = phases.get(phase, (0, 0))
+        common: dict[str, Any] = {"op": "aten::copy_", "kind": "transfer", "dtype": "", "kernels": 0}
+        works += [
+            Work(**common, read_bytes=outward * GIB, write_bytes=0),
+            Work(**common, read_bytes=0, write_bytes=back * GIB),
+        ]
+    return make_trace(works=tuple(works), sequence=tuple(range(len(works))), phases=starts)
+
+
+def time_copies(trace: Trace, hidden_s: float, **changes: Any) -> float:
+    setting = make_setting(**({"accumulation": 1, "micro_batch": 8} | changes))
+    found = offloaded_state_s(
+        trace, setting, GIB, float("inf"), hidden_forward_s=hidden_s, hidden_backward_s=hidden_s
+    )
+    assert found is not None
+    return found
+
+
+def test_weights_and_activations_share_the_link() -> None:
+    sharded = {"strategy": Strategy.FSDP, "mesh": Mesh(dp_shard=1), "offload": BOTH}
+    weights = make_transfers(forward=(0, 4), backward=(2, 4))
+    activations = {"forward": (3, 0), "backward": (0, 3)}
+    both = make_transfers(forward=(3, 4), backward=(2, 4 + 3))
+    assert time_copies(weights, 0, **sharded) == 4 + 4
+    assert time_copies(make_transfers(**activations), 0, **sharded) == 3 + 3
+    # In the forward pass they move in opposite directions, in the backward pass both move to the device.
+    assert time_copies(both, 0, **sharded) == 4 + 7
+    # Each alone is hidden by 5 s of computation, both together are not.
+    assert time_copies(weights, 5, **sharded) == time_copies(make_transfers(**activations), 5, **sharded) == 0
+    assert time_copies(both, 5, **sharded) == 2
+    # On a single device the computation waits for gradients and new weights, and hides activations.
+    alone = make_transfers(forward=(3, 0), backward=(2, 3), update=(0, 2))
+    assert time_copies(alone, 5, offload=(Offload.OPTIMIZER, Offload.ACTIVATIONS)) == 2 + 2
+    assert time_copies(alone, 1, offload=(Offload.OPTIMIZER, Offload.ACTIVATIONS)) == 2 + 2 + 2 + 2
 
 
 def test_an_estimate_refuses_a_host_that_is_too_small() -> None:
@@ -218,6 +295,9 @@ def test_an_estimate_refuses_a_host_that_is_too_small() -> None:
     assert "the host needs 8.0 GiB per node" in small.verdict_reason
     assert small.host is not None
     assert 0 < small.host.pinned_bytes < small.host.rank_bytes
+    # Weights and two states of AdamW, of one of four shards, the root's among them.
+    assert small.host.checkpoint_bytes == pytest.approx(12 * 119_104 / 4, rel=0.01)
+    assert small.host.pinned_bytes >= 8 * 119_104 / 4
     assert small.step_time is not None
     assert small.step_time.offload_s > 0
     assert any("FSDP2 moves weights" in note for note in small.assumptions)

@@ -735,6 +735,7 @@ def describe_host(host: HostMemory) -> str:
     return (
         f"{format_bytes(host.node_bytes)}{capacity} per node; {format_bytes(host.rank_bytes)} "
         f"per process, of them pinned {format_bytes(host.pinned_bytes)}"
+        f"{f', and {format_bytes(host.checkpoint_bytes)} for a checkpoint' if host.checkpoint_bytes else ''}"
     )
 
 

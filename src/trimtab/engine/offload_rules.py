@@ -34,21 +34,26 @@ def find_refusal(strategy: ParallelStrategy, gpus: int, offload: tuple[Offload, 
     if Offload.PARAMS not in offload and Offload.OPTIMIZER not in offload:
         return None
     if strategy.is_sharded:
-        if Offload.PARAMS in offload:
-            return None
-        return Refusal(
+        together = Refusal(
             "FSDP2 moves weights, gradients and optimizer states to the host together",
             "Use --offload params,optimizer.",
         )
+        return None if Offload.PARAMS in offload else together
     if Offload.PARAMS in offload:
         return Refusal(
             "only shards of weights can be on the host, and this strategy has whole weights",
             "Use --offload optimizer, or strategy fsdp on several GPUs.",
         )
-    if strategy.wrapping is not Wrapping.WHOLE or gpus > 1:
+    if strategy.wrapping is not Wrapping.WHOLE:
         return Refusal(
-            "its ranks sum gradients on the GPU, and trimtab does not move them to the host",
-            "Use --offload params,optimizer with strategy fsdp, or one GPU.",
+            "its ranks hold different parts of the model, and trimtab does not move those to the host",
+            "Use --strategy fsdp --offload params,optimizer, or one GPU.",
+        )
+    if gpus > 1:
+        return Refusal(
+            "every rank has the whole model, so the host would hold all optimizer states once for each GPU, "
+            "and each CPU update would repeat the same work",
+            "Use --strategy fsdp --offload params,optimizer, where each rank holds a shard; or one GPU.",
         )
     return None
 

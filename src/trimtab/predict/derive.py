@@ -45,6 +45,7 @@ MIXED_FIELDS = (
     "kept_bytes",
     "handed_bytes",
     "host_state_bytes",
+    "checkpoint_bytes",
 )
 """Totals of a trace that are mixed in the same way as sizes."""
 TOLERANCE = 0.001

@@ -76,7 +76,10 @@ class HostMemory(Noun, frozen=True, kw_only=True):
     pinned_bytes: int
     """The part of it that is pinned: the system cannot swap it, nor use it otherwise."""
     node_bytes: int
-    """Memory of the fullest node: all its processes, and the model while it is built."""
+    """Memory of the fullest node: all its processes and their copies for a checkpoint, or the model while it
+    is built."""
+    checkpoint_bytes: int = 0
+    """Copy of weights and optimizer states that one process makes to write a checkpoint, and keeps."""
     capacity_bytes: int | None = None
     """Usable memory of the smallest node; None if unknown."""
     fits: bool | None = None
@@ -95,7 +98,7 @@ class HostMemory(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Check that sizes are possible and agree with each other."""
-        wrong = check_minimum(0, pinned_bytes=self.pinned_bytes)
+        wrong = check_minimum(0, pinned_bytes=self.pinned_bytes, checkpoint_bytes=self.checkpoint_bytes)
         if not self.pinned_bytes <= self.rank_bytes <= self.node_bytes:
             wrong.append("pinned_bytes <= rank_bytes <= node_bytes does not hold")
         if (self.fits is None) != (self.capacity_bytes is None):

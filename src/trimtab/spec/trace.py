@@ -141,6 +141,9 @@ class Trace(Noun, frozen=True, kw_only=True):
     """Bytes of each offloaded weight and gradient in pinned memory of the host, in the order of weights."""
     host_state_bytes: int = 0
     """Bytes of offloaded optimizer states, which are not pinned."""
+    checkpoint_bytes: int = 0
+    """Bytes of weights and optimizer states of this rank, which a checkpoint copies; 0 if nothing is
+    offloaded."""
     host_sizes: tuple[int, ...] = ()
     """Bytes of each block of pinned memory on the host when most of it is in use, in order of request."""
     no_compile_gain: str = ""

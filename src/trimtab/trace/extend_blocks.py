@@ -291,6 +291,7 @@ class _Extension:
             recomputed=self._recomputed(),
             pinned_sizes=_repeat_insertion(few.pinned_sizes, more.pinned_sizes, self.extra),
             host_state_bytes=self._extrapolate(few.host_state_bytes, more.host_state_bytes),
+            checkpoint_bytes=self._extrapolate(few.checkpoint_bytes, more.checkpoint_bytes),
             host_sizes=_repeat_insertion(few.host_sizes, more.host_sizes, self.extra),
         )
 

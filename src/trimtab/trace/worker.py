@@ -76,11 +76,13 @@ def seed_random_numbers() -> None:
 def prepare_job(requests: TraceRequests) -> Any:
     """Install the fake device and load the job; then import what every trace needs."""
     from trimtab.trace.fake_cuda import install_fake_cuda
+    from trimtab.trace.flash_attn_package import stand_in_for_flash_attn
     from trimtab.trace.flex_attention import find_recorder, patch_flex_attention
     from trimtab.trace.triton_kernels import patch_triton
 
     install_fake_cuda(requests.device)
     patch_flex_attention()
+    stand_in_for_flash_attn()
     patch_triton(find_recorder)
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
     seed_random_numbers()
@@ -352,6 +354,8 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         _note_is_compiling_calls(recorder.kernels)
         _note_double_backward(recorder.kernels)
     kept = _run_timed_steps(built, state, batch, names)
+    # Measured here: a forward pass without a backward pass leaves the weights of the root whole.
+    on_host = measure_host_state(state)
     recorder.mark_phase("end", "activations")
     if longest:
         _record_usual_step(built, state)
@@ -364,7 +368,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         "parameters": sum(count for count, _ in sizes),
         "trainable": sum(count for count, learns in sizes if learns),
         "recomputed": state.recomputed,
-        **measure_host_state(state),
+        **on_host,
         "host_sizes": () if state.offload is None else state.offload.peak_sizes,
         "part": rank.number,
         "rank": rank.words,
