@@ -105,7 +105,7 @@ def test_the_grid_has_every_pair_of_choices() -> None:
             (one.choice.recompute.value, one.choice.compile),
         )
     }
-    assert len(pairs) == (4 + 7) * (3 + 2)
+    assert len(pairs) == (4 + len(Precision)) * (3 + 2)
 
 
 # --- what a user met ---

@@ -574,13 +574,21 @@ def _list_rules(
     else:
         chosen = pick_precision(devices, policy, failed)
         unusable = {failed_precision.precision for failed_precision in failed}
-        for precision in Precision:
-            if precision is not chosen and precision not in unusable:
-                yield _explain_precision(precision, chosen, devices)
+        others = [other for other in Precision if other is not chosen and other not in unusable]
+        yield from _join_reasons({other: _explain_precision(other, chosen, devices) for other in others})
     if "optimizer" in policy.pins:
         yield f"another optimizer implementation than the pin {policy.pins['optimizer']}"
     else:
         yield "foreach and plain optimizers: fused does the same in fewer passes over memory"
+
+
+def _join_reasons(reasons: Mapping[Precision, str]) -> Iterator[str]:
+    """Yield a sentence for each precision; those with the same reason share it, with all their names."""
+    alike: dict[str, list[str]] = {}
+    for precision, reason in reasons.items():
+        alike.setdefault(reason.removeprefix(precision.value), []).append(precision.value)
+    for reason, names in alike.items():
+        yield from [f"{', '.join(names)}{reason}"] * len(names)
 
 
 def _explain_precision(  # noqa: PLR0911 - one way out for each reason
@@ -592,8 +600,8 @@ def _explain_precision(  # noqa: PLR0911 - one way out for each reason
         form = dtypes.products_format
         lacking = [device for device in devices if not has_products(device, form)]
         if lacking:
-            return f"{precision}: {explain_no_products(lacking[0], form)}"
-        return f"{precision} changes the numerics of training: only by pin"
+            return f"{precision}: {explain_no_products(lacking[0], form).partition(' (')[0]}"
+        return f"{precision}: training gets other numerics, so only by pin"
     if dtypes.is_bf16:
         emulated = f"{precision} is only emulated here"
         return emulated if other.scales_loss else f"{precision}: hardware support is unknown here"
