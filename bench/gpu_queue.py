@@ -405,7 +405,7 @@ def _losses() -> list[QueuedCase]:
         QueuedCase(f"loss-{form}-v{words // 1000}k-b{micro}", FIT, micro, {"layers": 4, "vocabulary": words},
                    loss=form)
         for words, micro in ((128_256, 8), (32_000, 8), (151_936, 4))
-        for form in ("chunked", "whole")
+        for form in ("chunked", "liger", "whole")
     ] + [
         QueuedCase("loss-chunked-lora-nf4-b8", FIT, 8, LORA_1B, base="nf4", loss="chunked", recompute="full"),
         QueuedCase("loss-chunked-compile-b8", FIT, 8, {"layers": 4}, loss="chunked", compile=True),

@@ -162,7 +162,7 @@ BaseName = Annotated[
 LossName = Annotated[
     str,
     option(
-        "How a language model computes its loss: whole, or chunked (all logits never exist together).",
+        "How a language model computes its loss: whole; chunked or liger (all logits never exist together).",
         metavar="FORM",
     ),
 ]

@@ -134,6 +134,8 @@ class LossForm(StrEnum):
     """As the job computes it."""
     CHUNKED = "chunked"
     """Logits of a part of the tokens at a time, so that all of them never exist together."""
+    LIGER = "liger"
+    """The same by the kernels of Liger: gradients take the memory of the logits."""
 
 
 class Offload(StrEnum):
