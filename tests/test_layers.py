@@ -280,11 +280,11 @@ SETTINGS = [
 ]
 
 
-def whole_and_few(folder: Path, name: str, setting: Setting) -> list[Trace]:
+def whole_and_few(folder: Path, name: str, setting: Setting, clip: float | None = 1.0) -> list[Trace]:
     job = folder / "job.py"
     job.write_text(JOB, encoding="utf-8")
     asked = TraceRequests(
-        job=f"{job}:{name}", settings=(setting,), device=parse_cluster("H100").devices[0], clip=1.0
+        job=f"{job}:{name}", settings=(setting,), device=parse_cluster("H100").devices[0], clip=clip
     )
     found = []
     for whole in (True, False):

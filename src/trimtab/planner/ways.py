@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
-from trimtab.planner.pins import read_ways
+from trimtab.planner.pins import IN_BACKWARD, read_ways
 from trimtab.spec import Recompute
 from trimtab.units import format_bytes
 
@@ -70,6 +70,13 @@ WAYS = (
         is_large=lambda parts: parts.optimizer > LARGE * _total(parts),
     ),
     WayToFit(
+        name="optimizer in backward",
+        pins={IN_BACKWARD: "true"},
+        allow="optimizer",
+        is_large=lambda parts: parts.gradients > LARGE * _total(parts),
+        compiles=False,
+    ),
+    WayToFit(
         name="nf4 base",
         pins={"base": "nf4"},
         allow="quantised",
@@ -84,7 +91,7 @@ WAYS = (
         compiles=False,
     ),
 )
-ALLOWED = tuple(way.allow for way in WAYS if way.allow)
+ALLOWED = tuple(dict.fromkeys(way.allow for way in WAYS if way.allow))
 
 
 def check_allowed(words: Iterable[str]) -> tuple[str, ...]:
