@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
-# Under three minutes on two busy cores. The run begins anew every time.
+# The run begins anew every time.
 define show
 	@echo; echo '$$ trimtab $(1)'
 	@$(BIN)/trimtab $(1)

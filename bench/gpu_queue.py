@@ -512,6 +512,21 @@ def _offloads() -> list[QueuedCase]:
     ]  # fmt: skip
 
 
+def _state_offloads() -> list[QueuedCase]:
+    """Weights and optimizer states on the host: one GPU, and one rank of a fake group."""
+    llama = {"layers": 8}
+    return [
+        QueuedCase("state-offload-fsdp8-llama8-b4", "Llama", 4, llama, "fsdp", 8, offload="params,optimizer"),
+        QueuedCase("state-offload-single-1b8-b4", FIT, 4, FP8_1B, offload="optimizer"),
+        QueuedCase("state-offload-fsdp2-1b8-full-b4", FIT, 4, FP8_1B, "fsdp", 2, recompute="full",
+                   offload="params,optimizer"),
+        QueuedCase("state-offload-single-8b4-true-b2", FIT, 2, FP8_8B, precision="bf16-true",
+                   recompute="full", offload="optimizer"),
+        QueuedCase("state-offload-fsdp8-llama8-true-b4", "Llama", 4, llama, "fsdp", 8, "bf16-true",
+                   offload="params,optimizer"),
+    ]  # fmt: skip
+
+
 def _packed() -> list[QueuedCase]:
     """Documents of different lengths in one row, and Liger's kernels."""
     packed = "bench/packed_jobs.py:Packed"
@@ -534,15 +549,9 @@ def _packed() -> list[QueuedCase]:
 def _ways_to_fit() -> list[QueuedCase]:
     """The most informative of each kind first."""
     kinds = [
-        _bases(),
-        _optimizers(),
-        _in_backward(),
-        _losses(),
-        _recomputes(),
-        _float8(),
-        _offloads(),
-        _packed(),
-    ]
+        _bases(), _optimizers(), _in_backward(), _losses(), _recomputes(), _float8(), _offloads(),
+        _state_offloads(), _packed(),
+    ]  # fmt: skip
     longest = max(map(len, kinds))
     return [cases[place] for place in range(longest) for cases in kinds if place < len(cases)]
 
@@ -830,6 +839,11 @@ def predict(case: QueuedCase) -> dict[str, float]:
         "reserved_bytes": found.reserved_bytes,
         "process_bytes": found.process_bytes,
         **({} if step_s is None else {"step_s": step_s}),
+        **(
+            {}
+            if found.host is None
+            else {"host_rank_bytes": found.host.rank_bytes, "host_pinned_bytes": found.host.pinned_bytes}
+        ),
     }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WHY_NOT = "Chromium is not installed (apt-get install chromium)"
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 class Browser:

@@ -75,6 +75,9 @@ AXOLOTL = {
     "fsdp_config.auto_wrap_policy": (("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"), None),
     "fsdp_config.reshard_after_forward": (bool, None),
     "fsdp_config.offload_params": (bool, None),
+    "fsdp_config.cpu_ram_efficient_loading": (bool, None),
+    "fsdp_config.cpu_offload_pin_memory": (bool, None),
+    "fsdp_config.state_dict_type": (("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"), None),
     "fsdp_config.activation_checkpointing": (bool, None),
     "fsdp_config": (dict, None),
     "dp_shard_size": (int, None),
@@ -111,7 +114,8 @@ AXOLOTL = {
 AXOLOTL_OLDER = {
     *("sequence_parallel_degree", "fsdp_config.version", "fsdp_config.fsdp_auto_wrap_policy"),
     *("fsdp_config.fsdp_reshard_after_forward", "fsdp_config.fsdp_offload_params"),
-    *("fsdp_config.fsdp_activation_checkpointing",),
+    *("fsdp_config.fsdp_activation_checkpointing", "fsdp_config.fsdp_state_dict_type"),
+    *("fsdp_config.fsdp_cpu_ram_efficient_loading",),
 }
 
 LLAMA_FACTORY = {
@@ -164,6 +168,9 @@ TORCHTUNE = {
     "optimizer._component_": (str, None),
     "optimizer.fused": (bool, None),
     "optimizer.foreach": (bool, None),
+    # torchao, torchao/optim/cpu_offload.py.
+    "optimizer.offload_gradients": (bool, False),
+    "optimizer.optimizer_class": (str, None),
     "optimizer_in_bwd": (bool, False),
     "loss._component_": (str, None),
     "model._component_": (str, None),

@@ -246,6 +246,12 @@ def fit_fault(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "point": ["", *POINTS_BY_KIND[values["kind"]]][values["step"] % 2]}
 
 
+def fit_host_memory(values: dict[str, Any]) -> dict[str, Any]:
+    values = ordered("pinned_bytes", "rank_bytes", "node_bytes")(values)
+    capacity = values.get("capacity_bytes")
+    return {**values, "fits": None if capacity is None else values["node_bytes"] <= capacity}
+
+
 def fit_knob(values: dict[str, Any]) -> dict[str, Any]:
     words = WORDS.get(values["field"])
     if words is None:
@@ -326,6 +332,7 @@ FITTED: dict[str, Any] = {
     "Device": lambda values: {**values, "free_bytes": values["memory_bytes"] // 2},
     "Estimate": fit_estimate,
     "Fault": fit_fault,
+    "HostMemory": fit_host_memory,
     "Knob": fit_knob,
     "Launch": fit_launch,
     "Link": fit_link,

@@ -35,7 +35,7 @@ PROGRAMS = {
 """What has to be there, by the package of Debian that has it."""
 NODES = ("n1", "n2")
 GPUS = 4
-READY_S = 30.0
+READY_S = 240.0
 CONF = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
@@ -126,7 +126,7 @@ class Slurm:
         """Its state in Slurm's word, such as RUNNING."""
         return self.job(job_id).get("JobState", "")
 
-    def until(self, holds: Callable[[], object], why: str, *, seconds: float = 60) -> float:
+    def until(self, holds: Callable[[], object], why: str, *, seconds: float = 240) -> float:
         """Wait until something holds; how long it took."""
         since = time.monotonic()
         while not holds():

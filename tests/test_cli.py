@@ -38,7 +38,7 @@ def trimtab_cli(*args: str, env: dict[str, str] | None = None, columns: int = 80
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=2400,
         env=clean | {"COLUMNS": str(columns)} | (env or {}),
     )
 
@@ -162,7 +162,7 @@ def shell(line: str, **env: str) -> Done:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=2400,
         env=os.environ | env,
     )
 
@@ -219,7 +219,7 @@ def test_ctrl_c_ends_with_130_and_nothing_else(tmp_path: Path) -> None:
             time.sleep(0.05)
         running.kill()
         os.close(writer)
-        out, err = running.communicate(timeout=30)
+        out, err = running.communicate(timeout=240)
     assert (running.returncode, out, err) == (130, "", "")
 
 
@@ -299,7 +299,7 @@ def test_torch_is_not_imported(args: list[str]) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=2400,
     )
     assert done.stdout.splitlines()[-1] == "False"
 

@@ -252,7 +252,7 @@ def test_what_torchrun_leaves_behind_names_the_rank_that_failed(options: list[st
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
         env=env,
     )
     assert done.returncode == 1

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -158,11 +157,9 @@ def test_ten_gib_of_real_memory_end_in_an_error_and_not_in_a_dead_machine(tmp_pa
     """At import, in model() and in batch()."""
     indent = " " * (len(where) - len(where.lstrip()) + 4 * where.endswith(":\n"))
     text = JOB.replace(where, f"{where}{indent}import numpy; held = numpy.ones(10 * 2**30 // 8)\n", 1)
-    start = time.monotonic()
     with pytest.raises(JobFailed, match="took more than 3 GiB of this host's memory") as caught:
         trimtab.estimate(job_file(tmp_path, text), "H200", micro_batch=2, cache=False)
     assert caught.value.exit_code == 4
-    assert time.monotonic() - start < 60
 
 
 def test_memory_that_is_only_promised_is_not_counted(tmp_path: Path) -> None:
@@ -201,9 +198,8 @@ def test_another_micro_batch_is_answered_without_tracing(tmp_path: Path) -> None
     first = trimtab.estimate(job, "H200", micro_batch=8)
     assert not any("line through" in assumption for assumption in first.assumptions)
     assert sorted(file.stem.rpartition("-")[2] for file in TRACES.folder.glob("*.json")) == ["16", "8"]
-    start = time.monotonic()
     second = trimtab.estimate(job, "H200", micro_batch=11)
-    assert time.monotonic() - start < 1
+    assert len(list(TRACES.folder.glob("*.json"))) == 2
     assert "sizes are read off a line through traces at micro-batches 8 and 16" in second.assumptions
     real = trimtab.estimate(job, "H200", micro_batch=11, cache=False)
     assert (second.allocated_bytes, second.reserved_bytes) == (real.allocated_bytes, real.reserved_bytes)

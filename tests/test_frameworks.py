@@ -21,6 +21,7 @@ from trimtab.configs import formats
 from trimtab.configs.plan_edits import count_nodes, draft_edits, make_exact, name_offload
 from trimtab.configs.targets import builtin_targets, find_site, find_target
 from trimtab.spec import LossForm, Mesh, OptimizerRule, Precision, Recompute, Setting, Strategy
+from trimtab.spec.precision import BFLOAT16
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -235,8 +236,11 @@ def _check_deepspeed(config: Any, plan: Plan, label: str, tmp_path: Path) -> Non
     for word, offload in (("optimizer", zero.offload_optimizer), ("params", zero.offload_param)):
         device = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
         assert device == ("cpu" if word in choice.offload else "none")
+        # The estimate is for copies of pinned memory.
+        assert device == "none" or offload.pin_memory is True
     if choice.precision is not Precision.BF16_TRUE:
-        assert found.bfloat16_config.enabled is (choice.precision is Precision.BF16)
+        # Products in 8 bits are beside bf16.
+        assert found.bfloat16_config.enabled is (choice.dtypes.autocast == BFLOAT16)
         assert found.float16_config.enabled is (choice.precision is Precision.FP16)
 
 

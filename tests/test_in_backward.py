@@ -457,8 +457,9 @@ def test_the_time_has_a_call_for_every_weight(traces: list[Trace]) -> None:
     assert [work.op for work in found].count(UPDATE_CALL) == 6
     assert [work.op for work in plain].count(UPDATE_CALL) == 0
     updates = [[work for work in works if work.kind == "optimizer"] for works in (plain, found)]
-    assert [work.dims[0] for work in updates[0]] == [6]
-    assert [work.dims[0] for work in updates[1]] == [1] * 6
+    # One kernel counts the steps, one updates.
+    assert [work.dims[0] for work in updates[0]] == [6] * 2
+    assert [work.dims[0] for work in updates[1]] == [1] * 12
     moved = [sum(work.read_bytes + work.write_bytes for work in works) for works in updates]
     assert moved[0] == moved[1]
     # The host reads the loss once.
@@ -469,8 +470,8 @@ def test_the_time_has_a_call_for_every_weight(traces: list[Trace]) -> None:
     for works, trace in zip((plain, found), traces, strict=True):
         backward = range(trace.phases["backward"], trace.phases["optimizer"])
         host_s.append(run_clocks(works, Even(), HOST, backward=backward).host_s)  # type: ignore[arg-type]
-    # Five calls more, each with its own overhead, and the wait.
-    assert host_s[1] - host_s[0] == pytest.approx(5 * HOST.forward_s + 6 * HOST.update_s + HOST.wait_s)
+    # Ten kernels more, six calls, and the wait.
+    assert host_s[1] - host_s[0] == pytest.approx(10 * HOST.forward_s + 6 * HOST.update_s + HOST.wait_s)
 
 
 @pytest.mark.slow
@@ -517,7 +518,7 @@ BIG = """
         global_batch = 2
 
         def model(self):
-            return torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(16)))
+            return torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(14)))
 
         def batch(self, size):
             return torch.randn(size, 8192)
@@ -529,7 +530,7 @@ BIG = """
 
 @pytest.mark.slow
 def test_a_plan_says_what_it_would_buy_and_uses_it_if_allowed() -> None:
-    """16 weights of 256 MiB: 4 GiB of weights, 8 of states and 4 of gradients do not fit 16 GiB."""
+    """14 weights of 256 MiB: with states 10.5 GiB, with gradients too much for a T4."""
     job = shared_job(BIG)
     fits = trimtab.plan(job, on="RTX3090")
     (row,) = [row for row in fits.what_if if row.change.startswith("optimizer in backward")]
@@ -537,8 +538,8 @@ def test_a_plan_says_what_it_would_buy_and_uses_it_if_allowed() -> None:
     assert " instead of " in row.why
     assert row.estimate is not None
     assert row.setting is not None
-    # Not 4 GiB: autocast's copies of the weights are freed when the last gradients come.
-    assert row.estimate.process_bytes < fits.estimate.process_bytes - 1.9 * 2**30
+    # Not 3.5 GiB: autocast's copies of the weights are freed when the last gradients come.
+    assert row.estimate.process_bytes < fits.estimate.process_bytes - 1.4 * 2**30
     assert row.setting.optimizer_in_backward
     assert not row.setting.compile
     pins = {"precision": "fp32", "optimizer": "adamw"}

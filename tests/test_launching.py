@@ -385,7 +385,7 @@ def bash(script: str, env: dict[str, str], folder: Path) -> subprocess.Completed
         cwd=folder,
         capture_output=True,
         check=False,
-        timeout=20,
+        timeout=240,
     )
 
 

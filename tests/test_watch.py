@@ -558,6 +558,6 @@ def test_ctrl_c_ends_a_watch_in_order(started: subprocess.Popen[str]) -> None:
     assert "\x1b" not in seen
     assert "run\\x1b[31m: running" in seen
     started.send_signal(signal.SIGINT)
-    _, errors = started.communicate(timeout=30)
+    _, errors = started.communicate(timeout=240)
     assert started.returncode == 0
     assert errors == ""

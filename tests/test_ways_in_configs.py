@@ -171,6 +171,13 @@ ZERO = '{{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {{"stage": 3
             "params+optimizer",
         ),
         ("a.yaml", tune(more="fsdp_cpu_offload: True\n"), "params+optimizer"),
+        ("a.yaml", tune(optimizer="torchao.optim.CPUOffloadOptimizer"), "optimizer"),
+        (
+            "a.yaml",
+            tune(optimizer="torchao.prototype.low_bit_optim.CPUOffloadOptimizer"),
+            "optimizer",
+        ),
+        ("a.yaml", AXOLOTL + "fsdp_config: {fsdp_version: 2, offload_params: true}\n", "params+optimizer"),
         ("a.yaml", samples.TORCHTUNE.replace("offloading: False", "offloading: True"), "activations"),
         ("a.yaml", SFT + "activation_offloading: true\n", "activations"),
         ("a.yaml", AXOLOTL + "gradient_checkpointing: offload\n", "activations"),
@@ -218,10 +225,70 @@ def test_the_form_of_the_loss_is_read(file: str, text: str, loss: str) -> None:
         ("a.yaml", FACTORY + "quantization_bit: 4\nquantization_method: hqq\n", "quantization_bit"),
         ("a.yaml", AXOLOTL + "adapter: lora\nload_in_4bit: true\n", "load_in_4bit"),
         ("a.yaml", samples.TORCHTUNE, "loss._component_"),
+        (
+            "a.json",
+            ZERO.format(offload='"offload_optimizer": {"device": "cpu"}'),
+            "zero_optimization.offload_optimizer.pin_memory",
+        ),
+        (
+            "a.json",
+            ZERO.format(
+                offload='"offload_param": {"device": "cpu", "pin_memory": true}, '
+                '"stage3_gather_16bit_weights_on_model_save": true'
+            ),
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        ),
+        ("a.json", ZERO.format(offload='"cpu_offload": true'), "zero_optimization.cpu_offload"),
+        (
+            "a.yaml",
+            ACCELERATE + "fsdp_config: {fsdp_offload_params: true, fsdp_cpu_ram_efficient_loading: false}\n",
+            "fsdp_config.fsdp_cpu_ram_efficient_loading",
+        ),
+        (
+            "a.yaml",
+            ACCELERATE + "fsdp_config: {fsdp_offload_params: true, fsdp_state_dict_type: FULL_STATE_DICT}\n",
+            "fsdp_config.fsdp_state_dict_type",
+        ),
+        (
+            "a.yaml",
+            AXOLOTL + "fsdp_config: {fsdp_version: 2, offload_params: true, cpu_offload_pin_memory: false}\n",
+            "fsdp_config.cpu_offload_pin_memory",
+        ),
+        ("a.yaml", tune(optimizer="torchao.optim.CPUOffloadOptimizer"), "optimizer.offload_gradients"),
     ],
 )
 def test_what_is_read_and_not_estimated_is_said(file: str, text: str, key: str) -> None:
     assert key in {warning.key for warning in read(text, file)[1].warnings}
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (
+            "a.json",
+            ZERO.format(
+                offload='"offload_optimizer": {"device": "cpu", "pin_memory": true}, '
+                '"offload_param": {"device": "cpu", "pin_memory": true}'
+            ),
+        ),
+        (
+            "a.yaml",
+            ACCELERATE
+            + "fsdp_config: {fsdp_offload_params: true, fsdp_cpu_ram_efficient_loading: true, "
+            + "fsdp_state_dict_type: SHARDED_STATE_DICT}\n",
+        ),
+        # What would be another memory of the host counts only with offload.
+        (
+            "a.yaml",
+            ACCELERATE
+            + "fsdp_config: {fsdp_offload_params: false, fsdp_cpu_ram_efficient_loading: false, "
+            + "fsdp_state_dict_type: FULL_STATE_DICT}\n",
+        ),
+        ("a.json", ZERO.format(offload='"stage3_gather_16bit_weights_on_model_save": true')),
+    ],
+)
+def test_nothing_is_said_of_a_host_that_is_as_estimated(file: str, text: str) -> None:
+    assert [warning.key for warning in read(text, file)[1].warnings if warning.field == "offload"] == []
 
 
 OLD_TITAN = TITAN + '[model]\nconverters = ["float8"]\n'
@@ -366,9 +433,21 @@ def test_offload_is_written_with_what_it_needs() -> None:
     edits, _, after = write(SHARDED, zero, "a.json")
     assert edits["zero_optimization.stage"] == 3
     assert edits["zero_optimization.offload_param.device"] == "cpu"
+    for word in ("offload_param", "offload_optimizer"):
+        assert edits[f"zero_optimization.{word}.pin_memory"] is True
     assert read(after, "a.json")[0].offload == SHARDED.offload
     single = QLORA.replace(offload=(Offload.OPTIMIZER,))
-    assert write(single, zero, "a.json")[0]["zero_optimization.stage"] == 2
+    edits = write(single, zero, "a.json")[0]
+    assert edits["zero_optimization.stage"] == 2
+    assert edits["zero_optimization.offload_optimizer.pin_memory"] is True
+    assert "zero_optimization.offload_param.pin_memory" not in edits
+    for text, words in ((tune(), "CPUOffloadOptimizer moves"), (FACTORY, "through a deepspeed file")):
+        assert words in write(single, text, "a.yaml")[1]
+    host_states = tune(optimizer="torchao.optim.CPUOffloadOptimizer")
+    edits, said, after = write(single.replace(optimizer_rule=OptimizerRule.JOB), host_states, "a.yaml")
+    assert "fsdp_cpu_offload" not in edits
+    assert "optimizer.offload_gradients" in said
+    assert read(after, "a.yaml")[0].offload == single.offload
     edits, said, _ = write(SHARDED.replace(offload=(Offload.OPTIMIZER,)), ACCELERATE, "a.yaml")
     assert edits["fsdp_config.fsdp_offload_params"] is True
     assert "not optimizer alone" in said

@@ -22,6 +22,7 @@ from trimtab.engine.recompute import enable_recompute
 from trimtab.engine.step import prepare_job, run_step
 from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.jobs.lora import LoRALayer, add_adapters
+from trimtab.predict.calibration import find_speed
 from trimtab.spec import (
     BaseFormat,
     LossForm,
@@ -29,7 +30,9 @@ from trimtab.spec import (
     OptimizerRule,
     Recompute,
     Setting,
+    Work,
 )
+from trimtab.trace.op_cost import describe_work
 
 QUANTIZED = [base for base in BaseFormat if base.storage.is_quantized]
 WIDTH, WORDS, TOKENS = 64, 96, 16
@@ -441,3 +444,80 @@ def test_a_low_bit_optimizer_of_a_job_is_recognised(
 
 def test_optimizers_of_torch_are_not_taken_for_others() -> None:
     assert find_states(torch.optim.AdamW([nn.Parameter(torch.zeros(2))])) is None
+
+
+class RecordUpdates(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Record the work of every update with states in few bits."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.works: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.name().startswith("trimtab::update"):
+            work = describe_work(func, func.name(), args, kwargs or {}, out)
+            assert work is not None
+            self.works.append(work)
+        return out
+
+
+def describe_update(rule: OptimizerRule, count: int) -> Work:
+    """Return the work of the update of one bf16 tensor on a GPU without values."""
+    recorder = RecordUpdates()
+    with FakeTensorMode(), recorder:
+        parameter = nn.Parameter(torch.zeros(count, dtype=torch.bfloat16, device="cuda"))
+        parameter.grad = torch.zeros_like(parameter)
+        LowBitOptimizer([parameter], rule.stored).step()
+    (work,) = recorder.works
+    return work
+
+
+@pytest.mark.parametrize(
+    ("rule", "instructions"),
+    [
+        (OptimizerRule.ADAMW_8BIT, 880),
+        # Paged states are no tensors of the GPU, but are searched all the same.
+        (OptimizerRule.PAGED_ADAMW_8BIT, 880),
+        (OptimizerRule.LION_8BIT, 480),
+        (OptimizerRule.ADAMW_4BIT, 480),
+        # 8-bit floats are cast, and states of 32 bits are read.
+        (OptimizerRule.ADAMW_FP8, 0),
+        (OptimizerRule.LION, 0),
+    ],
+)
+def test_an_update_counts_the_tables_that_it_searches(rule: OptimizerRule, instructions: int) -> None:
+    million = 2**20
+    assert describe_update(rule, million).flops == instructions * million
+    assert describe_update(rule, 1024).flops == 0
+
+
+def update_rate(device: str, rule: OptimizerRule = OptimizerRule.ADAMW_8BIT) -> float:
+    """Return the weights that a device updates in a second."""
+    count = 2**22
+    speed = find_speed(trimtab.cluster(device).devices[0])
+    assert speed is not None
+    return count / speed.pace.seconds(describe_update(rule, count))
+
+
+def test_updates_in_few_bits_take_what_was_measured_on_an_h200() -> None:
+    assert update_rate("H200") == pytest.approx(38e9, rel=0.05)
+    assert update_rate("H200", OptimizerRule.LION_8BIT) == pytest.approx(70e9, rel=0.05)
+
+
+def test_updates_in_few_bits_scale_by_multiprocessors_and_clock_not_by_fp32_lanes() -> None:
+    # An A100 has half the fp32 lanes of an H200 in a multiprocessor, but starts as many instructions.
+    a100 = update_rate("A100-80GB") / update_rate("H200")
+    assert a100 == pytest.approx(108 * 1.41 / (132 * 1.98), rel=0.05)
+    rtx4090 = update_rate("RTX4090") / update_rate("H200")
+    assert rtx4090 == pytest.approx(128 * 2.52 / (132 * 1.98), rel=0.05)
+    # An MI300X starts half as many in a clock.
+    mi300x = update_rate("MI300X") / update_rate("H200")
+    assert mi300x == pytest.approx(304 * 2.1 / 2 / (132 * 1.98), rel=0.05)
+
+
+def test_casts_to_fp8_states_are_bound_by_memory() -> None:
+    bandwidths = [trimtab.cluster(name).devices[0].bandwidth_bytes_per_s for name in ("A100-80GB", "H200")]
+    rates = [update_rate(name, OptimizerRule.ADAMW_FP8) for name in ("A100-80GB", "H200")]
+    assert all(bandwidths)
+    assert rates[0] / rates[1] == pytest.approx((bandwidths[0] or 0) / (bandwidths[1] or 1), rel=0.2)

@@ -174,7 +174,7 @@ def test_a_rank_0_that_does_not_come_is_an_error_after_a_short_while() -> None:
     began = time.monotonic()
     with pytest.raises(EnvironmentFault, match="did not answer within 1 s"):
         connect(world(free_port(), rank=1), join_s=1)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

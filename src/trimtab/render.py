@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Device,
         Estimate,
         Finding,
+        HostMemory,
         LargestValue,
         Link,
         MfuReference,
@@ -603,6 +604,8 @@ def render_estimate(
     rows += [("peak", f"{moment}: the parts above are what is live at that moment")]
     if gradients := describe_gradients(estimate):
         rows.append(("", gradients))
+    if estimate.host is not None:
+        rows.append(("host", describe_host(estimate.host)))
     rows += [
         ("largest" if not index else "", f"{_format_module(name, classes or {})}  {format_bytes(size)}")
         for index, (name, size) in enumerate(details.modules)
@@ -724,6 +727,16 @@ def shorten_path(line: str) -> str:
     if len(path) > LONG_PATH and len(parts) > LONG_PATH_PARTS + is_folder:
         path = "/".join([*parts[:3], "...", *parts[-1 - is_folder :]])
     return path + gap + rest
+
+
+def describe_host(host: HostMemory) -> str:
+    """Return the host memory of a job that offloads, in words."""
+    capacity = "" if host.capacity_bytes is None else f" of {format_bytes(host.capacity_bytes)}"
+    return (
+        f"{format_bytes(host.node_bytes)}{capacity} per node; {format_bytes(host.rank_bytes)} "
+        f"per process, of them pinned {format_bytes(host.pinned_bytes)}"
+        f"{f', and {format_bytes(host.checkpoint_bytes)} for a checkpoint' if host.checkpoint_bytes else ''}"
+    )
 
 
 def describe_gradients(estimate: Estimate) -> str:
@@ -936,6 +949,11 @@ def render_plan(plan: Plan) -> RenderableType:
         Text(),
         _render_bar(plan.estimate),
         Padding(Text(_describe_headroom(plan)), (0, 0, 0, 1)),
+        *(
+            []
+            if plan.estimate.host is None
+            else [Padding(Text(f"host memory: {describe_host(plan.estimate.host)}"), (0, 0, 0, 1))]
+        ),
         Text(),
         Padding(_render_reasons(plan), (0, 0, 0, 1), expand=False),
     ]

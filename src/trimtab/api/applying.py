@@ -241,15 +241,9 @@ class _ConfigEstimator:
         Without recomputing where the config has none and something fits so: that takes few traces.
         """
         from trimtab.configs.apply import way_pins
-        from trimtab.errors import NothingFits, WrongUse
+        from trimtab.errors import NothingFits
         from trimtab.spec import Recompute
 
-        if setting.offload:
-            raise WrongUse(
-                "a config that offloads",
-                found=f"plans do not search with {', '.join(setting.offload)} on the CPU",
-                cure="Take that out of the config for advice.",
-            )
         pins: dict[str, Any] = {
             "gpus": setting.gpus,
             "precision": setting.precision,

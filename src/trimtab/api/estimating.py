@@ -86,7 +86,7 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
     """Return the cluster and the setting that an estimate is asked for."""
     from trimtab.probe.detect import as_cluster
 
-    where = as_cluster(request.on, network=request.network)
+    where = as_cluster(request.on, network=request.network, host_memory=request.host_memory)
     first_device(where)
     setting = make_setting(
         micro_batch=request.micro_batch,

@@ -44,7 +44,7 @@ def plan(request: PlanRequest) -> Plan:
         request.memory, request.deadline, request.objective, request.price, request.pins, request.allow
     )
     policy = pin_stored_base(policy, request.job)
-    cluster = as_cluster(request.on, network=request.network)
+    cluster = as_cluster(request.on, network=request.network, host_memory=request.host_memory)
     first_device(cluster)
     name, changed = find_job_name(request.job)
     return make_plan(

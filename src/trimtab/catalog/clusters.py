@@ -13,7 +13,7 @@ from trimtab.catalog.devices import find_typed_device, has_bf16, row_peaks, row_
 from trimtab.catalog.tables import DeviceRow, FabricRow, fabrics, links
 from trimtab.errors import BrokenFile, UnknownName, WrongUse, shorten
 from trimtab.spec import Cluster, Device, Link, Node
-from trimtab.units import format_bandwidth
+from trimtab.units import format_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -106,6 +106,17 @@ def with_network(cluster: Cluster, text: str, option: str = "--network") -> Clus
         source=f"stated: {option} {network.text}",
     )
     return cluster.replace(links=(*(link for link in cluster.links if link.node is not None), link))
+
+
+def with_host_memory(cluster: Cluster, text: str) -> Cluster:
+    """Return the cluster with this memory of the host in every node."""
+    size, source = parse_bytes(text), f"stated: --host-memory {text}"
+    return cluster.replace(
+        nodes=tuple(
+            node.replace(ram_bytes=size, sources={**node.sources, "ram_bytes": source})
+            for node in cluster.nodes
+        )
+    )
 
 
 def assume_network_link(models: Collection[str], gpus: int = 1) -> Link:

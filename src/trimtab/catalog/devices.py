@@ -130,8 +130,14 @@ FLOP_PER_CLOCK = {
 Multiplied by multiprocessors and specified clock, it is within 1.2 % of the catalogue on every row
 marked A. GeForce parts run at half of it, and so do the L40 and the A10G, which have their own rows."""
 
-CORES_PER_MULTIPROCESSOR = {"7": 64, "7.5": 64, "8.0": 64, "8": 128, "9": 128, "10": 128, "12": 128}
+CORES_PER_MULTIPROCESSOR = {
+    "7": 64, "7.5": 64, "8.0": 64, "8": 128, "9": 128, "10": 128, "12": 128,
+    "gfx90a": 64, "gfx942": 128, "gfx950": 128,
+}  # fmt: skip
 """fp32 lanes per multiprocessor, by compute capability, exact before major."""
+ISSUED_PER_CLOCK = {Vendor.NVIDIA: 128, Vendor.AMD: 64}
+"""Threads for which a multiprocessor starts an instruction in a clock, on every generation here: four groups
+of 32 on NVIDIA since Volta, four of 16 on AMD Instinct. There may be fewer fp32 lanes, as on an A100."""
 
 FIRST_BF16_MAJOR = 8
 """Ampere. Older devices emulate bf16: PyTorch reports it as supported, but it is slow."""
@@ -180,6 +186,18 @@ def cores_per_multiprocessor(compute_capability: str) -> int | None:
     major = compute_capability.split(".", maxsplit=1)[0]
     table = CORES_PER_MULTIPROCESSOR
     return table.get(compute_capability, table.get(major))
+
+
+def instruction_rate(device: Device) -> float | None:
+    """Return how many instructions of single threads a device starts in a second; None without its peak.
+
+    It is multiprocessors x clock x ISSUED_PER_CLOCK, with multiprocessors x clock from the fp32 peak.
+    """
+    if device.peaks.fp32 is None:
+        return None
+    issued = ISSUED_PER_CLOCK.get(device.vendor, ISSUED_PER_CLOCK[Vendor.NVIDIA])
+    lanes = cores_per_multiprocessor(device.compute_capability or "") or issued
+    return device.peaks.fp32 / 2 / lanes * issued
 
 
 def row_peaks(row: DeviceRow) -> Peaks:

@@ -27,6 +27,7 @@ from trimtab.engine.gradients import sum_squares
 from trimtab.engine.precision import torch_dtype
 from trimtab.engine.sync_norm import widen_norms
 from trimtab.errors import WrongUse
+from trimtab.spec import Offload
 from trimtab.strategies import limits
 
 if TYPE_CHECKING:
@@ -133,13 +134,14 @@ class ShardedGradients:
         statistics: SharedStatistics | None = None,
         parameters: list[Any] | None = None,
         beside: ShardedGradients | None = None,
+        device: str | None = None,
     ) -> None:
         """Prepare a sharded model.
 
         `replicas` is the number of copies of every shard. `alone` means that there is one rank. `statistics`
         is shared by the synchronised BatchNorm layers, if the model has some. `parameters` are those that get
         gradients; by default all that are trainable. `beside` is the storage of other parameters of the same
-        model, if there is one.
+        model, if there is one. `device` is where the model computes, if its shards are on the host.
         """
         self._model: Any = model
         self._log: CollectiveLog = CollectiveLog() if beside is None else beside._log
@@ -155,6 +157,7 @@ class ShardedGradients:
         self._parameters: list[Any] = parameters or [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
+        self._device = self._parameters[0].device if device is None else torch.device(device)
         self._keeps_unsharded = self._can_keep_unsharded()
         self._key: tuple[bool, ...] | None = None
         self._done = 0
@@ -175,7 +178,7 @@ class ShardedGradients:
 
         If not, every micro-batch reduce-scatters its gradients.
         """
-        device = self._parameters[0].device
+        device = self._device
         memory = (
             torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _CPU_BYTES
         )
@@ -208,7 +211,7 @@ class ShardedGradients:
         self._skips_finish = True
         if not self._alone:
             each = self._sequences[FORWARD]
-            issue_collectives(each[done:] + each * (count - failed_at - 1), self._parameters[0].device)
+            issue_collectives(each[done:] + each * (count - failed_at - 1), self._device)
 
     def start_attempt(self) -> None:
         """Drop all gradients."""
@@ -251,7 +254,7 @@ class ShardedGradients:
         for kind in kinds[failed_at + 1 :]:
             remaining = remaining + self._sequences[kind]
         if not self._alone:
-            issue_collectives(remaining, self._parameters[0].device)
+            issue_collectives(remaining, self._device)
 
     def squared_norm(self) -> torch.Tensor:
         """Return the squared norm of this rank's shards, divided by the number of replicas."""
@@ -392,7 +395,7 @@ def _reset_group(unit: Any) -> None:
 
 def shard_model(model: nn.Module, setting: Setting, device: str, fill: FillTensor | None = None) -> None:
     """Move a model to the device and shard it: unit by unit, then the rest."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     _refuse_scalars(model, setting)
     dtypes = setting.dtypes
@@ -404,6 +407,9 @@ def shard_model(model: nn.Module, setting: Setting, device: str, fill: FillTenso
     if cast is not None:
         widen_norms(model)
     mesh = make_device_mesh(setting, device)
+    # Memory can only be pinned for a GPU.
+    is_offloaded = Offload.PARAMS in setting.offload
+    offload = CPUOffloadPolicy(pin_memory=device != "cpu") if is_offloaded else OffloadPolicy()
 
     def placement(parameter: nn.Parameter) -> Any:
         return choose_shard_placement(parameter.shape, setting.mesh.dp_shard)
@@ -411,10 +417,10 @@ def shard_model(model: nn.Module, setting: Setting, device: str, fill: FillTenso
     moved_tensors: MovedTensors = {}
     for unit in find_shard_units(model):
         move_module(unit, device, moved_tensors, fill)
-        fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload)
         moved_tensors.clear()
     move_module(model, device, moved_tensors, fill)
-    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload)
 
 
 def choose_shard_placement(shape: torch.Size, shards: int) -> Any:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 UPDATE, UPDATE_COMPILED = "update_low_bit", "update_compiled"
 """Updates of one tensor: by a kernel of bitsandbytes, or by one that torch.compile made."""
-UPDATE_ARGUMENTS = "(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] states) -> ()"
+UPDATE_ARGUMENTS = "(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] states, int searched_bits=0) -> ()"
+"""`searched_bits` is the number of bits of a weight's states that are found in a table."""
 WAIT = "wait_for_device(Tensor parameter) -> ()"
 LIBRARY = torch.library.Library("trimtab", "FRAGMENT")
 for update in (UPDATE, UPDATE_COMPILED):
@@ -53,15 +54,25 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 if parameter not in self.state:
                     self.state[parameter] = self._make_states(parameter)
                 states = list(self.state[parameter].values())
-                update(parameter, parameter.grad, states)
+                update(parameter, parameter.grad, states, self._count_searched_bits(parameter))
                 if self.stored.waits:
                     torch.ops.trimtab.wait_for_device(parameter)
+
+    def _has_few_bits(self, parameter: torch.Tensor) -> bool:
+        """Whether the states of a tensor are stored in few bits: not if it is small or has a rest."""
+        stored, count = self.stored, parameter.numel()
+        is_whole = not stored.whole_blocks or count % stored.block == 0
+        return stored.bits <= 8 and count >= stored.least and is_whole  # noqa: PLR2004 - a byte
+
+    def _count_searched_bits(self, parameter: torch.Tensor) -> int:
+        """Return the bits of a weight's states that an update finds in a table, also if they are paged."""
+        stored = self.stored
+        return stored.states * stored.bits if stored.has_table and self._has_few_bits(parameter) else 0
 
     def _make_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         stored, count = self.stored, parameter.numel()
         names = [f"state{number}" for number in range(stored.states)]
-        is_whole = not stored.whole_blocks or count % stored.block == 0
-        if stored.bits > 8 or count < stored.least or not is_whole:  # noqa: PLR2004 - more than a byte
+        if not self._has_few_bits(parameter):
             # bitsandbytes keeps small states in float32, torchao in the dtype of the weights.
             dtype = parameter.dtype if stored.whole_blocks else torch.float32
             if stored.paged_from and count >= stored.paged_from:

@@ -7,7 +7,7 @@ use both. Training uses `arrange_model` and builds its step from the same functi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,9 @@ from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
 from trimtab.engine.gradients import Gradients, LocalGradients, Reducer
 from trimtab.engine.in_backward import InBackwardGradients, read_loss
 from trimtab.engine.in_backward_rules import refuse_in_backward
+from trimtab.engine.offload_rules import refuse_state_offload, runs_host_optimizer
 from trimtab.engine.optimizer import choose_implementation, make_optimizers, use_foreach_for_shards
+from trimtab.engine.optimizer_offload import HostGradients, HostOptimizer
 from trimtab.engine.precision import autocast_dtype, cast_weights
 from trimtab.engine.quantize import quantize_frozen
 from trimtab.engine.recompute import enable_recompute
@@ -196,7 +198,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
             in that group; by default all ranks sum all parameters.
         mid_backward: called whenever a gradient arrives.
     """
-    _refuse_offload(setting)
+    refuse_state_offload(setting)
     strategy = strategy_of(setting)
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
@@ -237,6 +239,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         phases=_make_phases(
             model,
             setting,
+            device,
             built,
             parameters,
             reduced=reduced,
@@ -248,17 +251,6 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         statistics=statistics,
         offload=offload,
     )
-
-
-def _refuse_offload(setting: Setting) -> None:
-    """Raise if a setting offloads what trimtab cannot offload."""
-    others = [word for word in setting.offload if word is not Offload.ACTIVATIONS]
-    if others:
-        raise WrongUse(
-            f"offload of {', '.join(others)}",
-            found="trimtab neither predicts nor runs it yet",
-            cure="Leave it out, or use --offload activations, --base, --loss chunked or --recompute full.",
-        )
 
 
 def register_entries(model: nn.Module, entries: EntryPoints) -> None:
@@ -295,6 +287,7 @@ def _enter_by_root(model: Any, child: nn.Module) -> None:
 def _make_phases(  # noqa: PLR0913 - state of arrange_model()
     model: nn.Module,
     setting: Setting,
+    device: str,
     optimizers: list[NamedOptimizer],
     parameters: list[Any],
     *,
@@ -314,9 +307,14 @@ def _make_phases(  # noqa: PLR0913 - state of arrange_model()
     for group in groups:
         own = list_parameters(group) if switch.is_used else parameters
         beside = phases[0].gradients if phases else None
-        gradients = _make_gradients(model, setting, own, reduced, mid_backward, statistics, beside)
+        gradients = _make_gradients(model, setting, device, own, reduced, mid_backward, statistics, beside)
         if setting.optimizer_in_backward:
             gradients = InBackwardGradients(own, group)
+        if isinstance(gradients, HostGradients):
+            find = gradients.find
+            group = [  # noqa: PLW2901 - the same optimizers, on the host
+                replace(named, optimizer=HostOptimizer(named.optimizer, find)) for named in group
+            ]
         phases.append(UpdatePhase(optimizers=group, parameters=own, gradients=gradients, switch=switch))
     return phases
 
@@ -342,6 +340,7 @@ def _refuse_several_losses(setting: Setting, count: int) -> None:
 def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
     model: nn.Module,
     setting: Setting,
+    device: str,
     parameters: list[Any],
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
@@ -360,13 +359,14 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
             statistics=statistics,
             parameters=parameters,
             beside=beside,
+            device=device,
         )
     if mid_backward is not None:
         callback = mid_backward
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda _: callback())
     if setting.gpus == 1:
-        return LocalGradients(parameters)
+        return HostGradients(parameters) if runs_host_optimizer(setting) else LocalGradients(parameters)
     own = set(map(id, parameters))
     summed = (
         [entry for entry in reduced(model) if id(entry[0]) in own]
@@ -480,7 +480,7 @@ def update_weights(state: PreparedJob, phase: UpdatePhase, scale: float, clip: f
     in_kernel = fused and device.type == "cuda" and not strategy_of(state.setting).is_sharded
     if divisor is not None and not in_kernel:
         gradients = phase.gradients.local_gradients()
-        torch._foreach_mul_(gradients, (1.0 / divisor).to(gradients[0].dtype))
+        torch._foreach_mul_(gradients, (1.0 / divisor).to(gradients[0].device, gradients[0].dtype))
     for optimizer in optimizers:
         if divisor is None or not in_kernel:
             optimizer.step()

@@ -143,10 +143,23 @@ def measure_rank(
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "process_bytes": _process_bytes(),
+        **(_measure_host() if setting.offload else {}),
         # Arithmetic on weights without values is faster than on real ones, so it is not reported.
         "step_s": statistics.median(times) if has_values else None,
         "loss": float(steps.run_step(state, [batch], clip=clip)),
     }
+
+
+def _measure_host() -> dict[str, int]:
+    """Return the peak memory of this process on the host, and what of it torch has pinned, if it says so."""
+    import resource
+
+    import torch
+
+    found = {"host_rank_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if hasattr(torch.cuda, "host_memory_stats"):
+        found["host_pinned_bytes"] = int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+    return found
 
 
 def _prepare_rank(job: Any, setting: Setting) -> Any:

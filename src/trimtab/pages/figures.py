@@ -98,6 +98,34 @@ def memory_figure(plan: Plan) -> Figure:
     )
 
 
+def host_memory_figure(estimate: Estimate) -> Figure | None:
+    """Show the host memory of a process of a job that offloads, by part."""
+    host = estimate.host
+    if host is None:
+        return None
+    parts = {
+        "pinned": ("weights", host.pinned_bytes),
+        "not pinned": ("optimizer", host.rank_bytes - host.pinned_bytes),
+        "for checkpoints": ("workspace", host.checkpoint_bytes),
+    }
+    slices = [
+        BarPart(name, kind, value, format_bytes(value)) for name, (kind, value) in parts.items() if value
+    ]
+    total = host.rank_bytes + host.checkpoint_bytes
+    capacity = "" if host.capacity_bytes is None else f" of {format_bytes(host.capacity_bytes)}"
+    return Figure(
+        "host-memory",
+        "Memory of the host",
+        f"A node needs {format_bytes(host.node_bytes)}{capacity}; each process takes "
+        f"{format_bytes(host.rank_bytes)}, and {format_bytes(host.checkpoint_bytes)} to write checkpoints.",
+        lambda width: draw_stack(
+            "Host memory of a process by part", slices, [], whole=float(total), width=width
+        ),
+        ("part", "bytes", "size", "share"),
+        tuple((s.name, f"{s.value:,.0f}", s.shown, f"{s.value / total:.1%}") for s in slices),
+    )
+
+
 def step_time_figure(estimate: Estimate) -> Figure | None:
     """Show the time of a step by part."""
     step = estimate.step_time

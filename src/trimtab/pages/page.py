@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trimtab.pages.figures import Figure, Row
     from trimtab.pages.report_data import ReportData
-    from trimtab.spec import Incident, Plan, WhatIf
+    from trimtab.spec import HostMemory, Incident, Plan, WhatIf
     from trimtab.training.run_folder import RunRecord
 
 FIGURE = re.compile(r"[-+]?[\d,.]*(e[-+]?\d+)?( ?(%|[KMGT]?i?B|ms|s))?|(\d+[dhms])+")
@@ -51,6 +51,7 @@ def draw_figures(data: ReportData) -> list[Figure]:
     if plan is not None and plan.estimate.process_bytes:
         figures_found += [
             figures.memory_figure(plan),
+            figures.host_memory_figure(plan.estimate),
             figures.timeline_figure(data),
             figures.candidates_figure(plan),
         ]
@@ -150,6 +151,7 @@ def _plan_tiles(plan: Plan) -> list[tuple[str, str]]:
     tiles: list[tuple[str, str | None]] = [
         ("GPUs", str(plan.choice.gpus)),
         ("memory", f"{estimate.process_bytes / size:.1f}{free} {unit}"),
+        ("host memory", None if estimate.host is None else _describe_node(estimate.host)),
         ("step", None if estimate.step_s is None else figures.format_seconds(estimate.step_s)),
         ("samples/s", None if estimate.samples_per_s is None else format_number(estimate.samples_per_s)),
         (
@@ -163,6 +165,13 @@ def _plan_tiles(plan: Plan) -> list[tuple[str, str]]:
         ("cost", None if plan.cost is None else f"{plan.cost:,.2f}"),
     ]
     return [(name, value) for name, value in tiles if value is not None]
+
+
+def _describe_node(host: HostMemory) -> str:
+    """Return the host memory of a node, with its capacity if that is known."""
+    size, unit = pick_byte_unit(max(host.node_bytes, host.capacity_bytes or 0))
+    capacity = f" of {host.capacity_bytes / size:.1f}" if host.capacity_bytes else ""
+    return f"{host.node_bytes / size:.1f}{capacity} {unit}"
 
 
 def _run_tiles(run: RunRecord) -> list[tuple[str, str]]:

@@ -565,7 +565,8 @@ class TraceEstimator:
                 (len(link.devices), make_key(link, LINK_UNUSED if link.node is None else LINK_WITHIN_UNUSED))
                 for link in layout.cluster.links
             )
-            self.names[layout] = f"{strip_device(layout.device).fingerprint()} {nodes} {links}"
+            host = tuple((node.ram_bytes, node.cpu_cores) for node in layout.cluster.nodes)
+            self.names[layout] = f"{strip_device(layout.device).fingerprint()} {nodes} {links} {host}"
         is_direct = strategy_of(setting).is_sharded and setting.mesh.dp_shard in self.direct
         direct = " direct" if is_direct else ""
         return f"{self.names[layout]} {setting_key(setting)}{direct}"

@@ -58,7 +58,8 @@ class Evaluation:
     @property
     def fits(self) -> bool:
         """Whether the upper band is within the share of memory that the policy allows."""
-        return self.estimate.need_bytes <= self.allowed_bytes
+        host = self.estimate.host
+        return self.estimate.need_bytes <= self.allowed_bytes and not (host is not None and host.shortage)
 
     @property
     def is_tight(self) -> bool:

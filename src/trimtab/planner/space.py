@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.devices import explain_no_fp8, has_fp8
 from trimtab.engine.in_backward_rules import NOT_ACCUMULATED, NOT_COMPILED, find_in_backward_refusal
+from trimtab.engine.offload_rules import find_refusal
 from trimtab.errors import WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
@@ -30,6 +31,7 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
+from trimtab.spec.setting import read_offload
 from trimtab.strategies import STRATEGIES, strategy_by_speed
 from trimtab.units import format_flops, format_value
 
@@ -454,6 +456,7 @@ def _list_families(
         refused = refused or (rules.why_not_synchronised if synchronised else "")
         in_backward = bool(ways_of_pins.get(IN_BACKWARD))
         refused = refused or _explain_in_backward(strategy, mesh, precision, in_backward=in_backward)
+        refused = refused or _explain_offload(strategy, layout.gpus, pins)
         if refused:
             refusals.add(refused, ways)
             continue
@@ -510,6 +513,12 @@ def _explain_in_backward(strategy: Strategy, mesh: Mesh, precision: Precision, *
     )
     refusal = find_in_backward_refusal(setting)
     return "" if refusal is None else f"{strategy} with {IN_BACKWARD}: {refusal.found}"
+
+
+def _explain_offload(strategy: Strategy, gpus: int, pins: Mapping[str, Any]) -> str:
+    """Return why a strategy cannot offload what is pinned; empty if it can."""
+    refusal = find_refusal(STRATEGIES[strategy], gpus, read_offload(str(pins.get("offload") or "none")))
+    return "" if refusal is None else f"{strategy} with offload={pins['offload']}: {refusal.found}"
 
 
 def _list_meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:

@@ -102,6 +102,11 @@ def _describe_shortage(near: Evaluation | None, least: int, policy: Policy, clus
         most = policy.memory_share * max(available_bytes(device) for device in cluster.devices)
         return f"nothing fits: {format_bytes(least)} or more are needed, {format_bytes(most)} may be used"
     setting, estimate = near.setting, near.estimate
+    if estimate.host is not None and estimate.host.shortage:
+        return (
+            f"nothing fits: {estimate.host.shortage}, with offload {','.join(setting.offload)} and "
+            f"{setting.strategy} on {plural(setting.gpus, 'GPU')}"
+        )
     released = ", even after releasing cached blocks" * (estimate.need_bytes < estimate.band.high_bytes)
     return (
         f"nothing fits: the nearest needs {format_bytes(estimate.need_bytes)} (upper band{released}; "

@@ -84,6 +84,18 @@ WAYS = (
         is_large=lambda parts: parts.weights > LARGE * _total(parts) and parts.optimizer < parts.weights,
     ),
     WayToFit(
+        name="optimizer on the CPU",
+        pins={"offload": "optimizer"},
+        allow="offload",
+        is_large=lambda parts: parts.optimizer + parts.gradients > LARGE * _total(parts),
+    ),
+    WayToFit(
+        name="weights and optimizer on the CPU",
+        pins={"offload": "params,optimizer"},
+        allow="offload",
+        is_large=lambda parts: parts.optimizer + parts.weights > LARGE * _total(parts),
+    ),
+    WayToFit(
         name="activations on the host",
         pins={"offload": "activations"},
         allow="offload",
@@ -119,7 +131,17 @@ def list_variants(policy: Policy, *, allowed: bool) -> Iterator[tuple[WayToFit, 
         if way.is_free(policy.pins) and (not allowed or not way.allow or way.allow in policy.allow)
     ]
     for count in range(1, len(usable) + 1):
-        yield from combinations(usable, count)
+        for ways in combinations(usable, count):
+            if len(join_pins(ways)) == sum(len(way.pins) for way in ways) and not _are_at_odds(ways):
+                yield ways
+
+
+def _are_at_odds(ways: Iterable[WayToFit]) -> bool:
+    """Whether an optimizer would be on the CPU that runs on a GPU only, or in the backward pass."""
+    pins = join_pins(ways)
+    return "offload" in pins and (
+        "optimizer" in pins or (IN_BACKWARD in pins and "optimizer" in pins["offload"])
+    )
 
 
 def join_pins(ways: Iterable[WayToFit]) -> dict[str, str]:

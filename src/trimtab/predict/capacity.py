@@ -241,8 +241,9 @@ def judge_fully(  # noqa: PLR0913 - an estimate, its inputs, and options
     limit = capacity if limit_bytes is None else limit_bytes
     if capacity is None or limit is None:
         return estimate
+    is_short = estimate.host is not None and estimate.host.fits is False
     fits = estimate.band.high_bytes <= limit
-    if fits and not always_least:
+    if is_short or (fits and not always_least):
         return estimate.judge_quickly(capacity)
     usable = _usable_bytes(estimate, limit)
     if estimate.least_possible_bytes > usable and not always_least:

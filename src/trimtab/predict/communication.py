@@ -20,6 +20,8 @@ class Links(NamedTuple):
     """The same between nodes, per device: every GPU has a network port, or a share of its node's."""
     per_node: int
     nodes: int
+    host_memory: float = 50e9
+    """Bytes per second that the optimizer of one process reads and writes in the memory of its host."""
 
     def all_gather_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
         """Return the seconds of an all-gather of `size` bytes, of which each rank has a share."""
@@ -59,7 +61,21 @@ def find_links(cluster: Cluster, gpus: int) -> Links:
         between=min((speed for speed in between if speed), default=collectives().unknown_bytes_per_s),
         per_node=min(per_node, gpus),
         nodes=nodes,
+        host_memory=_host_memory_bytes_per_s(cluster, min(per_node, gpus)),
     )
+
+
+HOST_BYTES_PER_S = 100e9
+"""What an optimizer reads and writes in the memory of a node, in all processes. Assumed, not measured."""
+CORE_BYTES_PER_S = 8e9
+"""The most of it that one core reaches. Assumed, not measured."""
+
+
+def _host_memory_bytes_per_s(cluster: Cluster, ranks: int) -> float:
+    """Return the share of one process in the memory bandwidth of its node."""
+    cores = [node.cpu_cores for node in cluster.nodes if node.cpu_cores]
+    limit = CORE_BYTES_PER_S * min(cores) if cores else HOST_BYTES_PER_S
+    return min(HOST_BYTES_PER_S, limit) / max(1, ranks)
 
 
 def describe_network(cluster: Cluster, gpus: int) -> str | None:

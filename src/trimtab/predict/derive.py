@@ -34,11 +34,19 @@ if TYPE_CHECKING:
 
 
 Number = int | Fraction
-MIXED_COLUMNS = ("host_sizes",)
+MIXED_COLUMNS = ("host_sizes", "pinned_sizes")
 """Sizes besides those of the device, mixed entry by entry."""
 EQUAL_FIELDS = ("marks", "streams", "parts", "recomputed", "phases", "part")
 """Fields that are equal in all traces of one program."""
-MIXED_FIELDS = ("recomputed_flops", "parameters", "trainable", "kept_bytes", "handed_bytes")
+MIXED_FIELDS = (
+    "recomputed_flops",
+    "parameters",
+    "trainable",
+    "kept_bytes",
+    "handed_bytes",
+    "host_state_bytes",
+    "checkpoint_bytes",
+)
 """Totals of a trace that are mixed in the same way as sizes."""
 TOLERANCE = 0.001
 MAX_COLUMNS = 64

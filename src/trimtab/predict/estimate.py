@@ -10,6 +10,7 @@ from trimtab.catalog.tables import mfu_references
 from trimtab.predict import communication, step_time
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.host_link import find_host_link
+from trimtab.predict.host_memory import estimate_host, list_host_assumptions
 from trimtab.predict.memory import MemoryPeaks, estimate_memory
 from trimtab.spec import Allocator, Band, Estimate, MfuReference, Recompute, StepTime
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT16
@@ -119,6 +120,7 @@ def estimate_trace(  # noqa: PLR0913 - a setting, and the device that it runs on
         room = facts.memory
         high = room.guessed_high if setting.recompute is Recompute.NONE else room.guessed_again
         band = Band(low_bytes=round(process * room.guessed_low), high_bytes=round(process * high))
+    host = estimate_host(trace, setting, cluster)
     timed, time_notes = _estimate_time(trace, setting, device, cluster, calibration, fusing=fusing)
     return (
         Estimate(
@@ -128,12 +130,18 @@ def estimate_trace(  # noqa: PLR0913 - a setting, and the device that it runs on
             parts=peaks.parts,
             gradients_bytes=peaks.gradients_bytes,
             band=band,
+            host=host,
             **timed,
             assumptions=(
                 *trace.assumptions,
                 *rank_notes,
                 *_describe_offload(trace, setting),
                 *_list_assumptions(setting, device, facts),
+                *list_host_assumptions(
+                    setting,
+                    host,
+                    communication.find_links(cluster, setting.gpus) if timed and cluster else None,
+                ),
                 *time_notes,
             ),
         ).judge_quickly(capacity),

@@ -49,11 +49,32 @@ def find_host_link(device: Device) -> HostLink:
     return HostLink(f"PCIe {device.pcie_generation} x{lanes}", rate)
 
 
+class Transfers(NamedTuple):
+    """Bytes copied between device and host."""
+
+    outward: int
+    """To the host."""
+    back: int
+    """To the device."""
+
+
+def count_phase_transfers(trace: Trace) -> tuple[Transfers, Transfers, Transfers]:
+    """Return what the forward pass, the backward pass and the optimizer copy."""
+    length = len(trace.sequence)
+    backward, optimizer = trace.phases.get("backward", length), trace.phases.get("optimizer", length)
+    phases = (slice(backward), slice(backward, optimizer), slice(optimizer, None))
+    forward, backward_pass, update = (_sum_transfers(trace, trace.sequence[phase]) for phase in phases)
+    return forward, backward_pass, update
+
+
+def _sum_transfers(trace: Trace, numbers: tuple[int, ...]) -> Transfers:
+    transfers = [trace.works[number] for number in numbers if trace.works[number].kind == "transfer"]
+    return Transfers(sum(work.read_bytes for work in transfers), sum(work.write_bytes for work in transfers))
+
+
 def count_transfers(trace: Trace) -> tuple[int, int]:
     """Return the bytes that one micro-batch copies to the host, and those that it copies back."""
-    moved = [trace.works[number] for number in trace.sequence]
-    transfers = [work for work in moved if work.kind == "transfer"]
-    return sum(work.read_bytes for work in transfers), sum(work.write_bytes for work in transfers)
+    return _sum_transfers(trace, trace.sequence)
 
 
 def exposed_transfers_s(

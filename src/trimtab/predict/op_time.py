@@ -12,6 +12,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.catalog.devices import instruction_rate
 from trimtab.catalog.facts import facts_of
 from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
@@ -51,6 +52,9 @@ SAME_KERNELS = {
 }
 """Operations that are corrected by measurements of another one, which runs the same or a similar kernel."""
 
+FUSED_NORMS = {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}
+"""Layers that are described like updates of the optimizer: their measurements correct no update."""
+
 
 class Rates(NamedTuple):
     """Inputs of the roofline: operations per second by dtype, bytes per second, multiprocessors."""
@@ -63,6 +67,8 @@ class Rates(NamedTuple):
     multiprocessors: int
     law: LawFacts
     float8: float | None = None
+    instructions: float | None = None
+    """Instructions of single threads that are started in a second; None: as many as fp32 operations."""
 
     def peak(self, dtype: str) -> float:
         """Return the peak of a dtype, by torch's name; unlisted dtypes run like fp32."""
@@ -89,6 +95,7 @@ def device_rates(device: Device) -> Rates | None:
         multiprocessors=device.multiprocessors or DEFAULT_MULTIPROCESSORS,
         law=facts_of(device).law,
         float8=device.peaks.fp8,
+        instructions=instruction_rate(device),
     )
 
 
@@ -97,7 +104,10 @@ def roofline_s(work: Work, device: Rates) -> float:
     facts = device.law
     moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * facts.streamed)
     computing = 0.0
-    if work.flops:
+    if work.kind == "optimizer":
+        # Updates with states in few bits search tables: the instructions of that are counted, not arithmetic.
+        computing = work.flops / (device.instructions or device.float32)
+    elif work.flops:
         peak = device.peak(work.dtype) * facts.sustained
         computing = _product_s(work, peak, device) if work.kind == "matrix" else work.flops / peak
     if work.kind == "recurrent" and work.dims:
@@ -244,11 +254,14 @@ class Pace:
 
     def _correction(self, work: Work) -> float:
         measured = self._by_kind.get(work.kind)
-        if not measured:
+        if not measured or (work.kind == "optimizer" and work.flops):
+            # What an update with states in few bits takes was measured directly, and is unlike other updates.
             return 0.0
         at = work_coordinates(work)
         op = SAME_KERNELS.get(work.op, work.op)
         same = [point for point in measured if point.op == op]
+        if op not in FUSED_NORMS:
+            measured = [point for point in measured if point.op not in FUSED_NORMS]
         nearest = sorted(
             (
                 math.dist(at, point.at) ** 2

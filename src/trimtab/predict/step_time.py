@@ -15,6 +15,7 @@ from trimtab.cache import MemoryCache, make_key
 from trimtab.catalog.tables import collectives
 from trimtab.predict.fusion import fuse_trace
 from trimtab.predict.host_link import exposed_transfers_s
+from trimtab.predict.host_memory import offloaded_state_s
 from trimtab.predict.memory import gradient_sizes
 from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
@@ -151,15 +152,16 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
     if work.kind == "call":
         return 0.0 if compiled else host.call_s
     if work.kind == "wait":
-        return host.wait_s
+        # Waiting alone copies no number to the host.
+        return host.plain_s if work.op == WAIT_ONLY else host.wait_s
+    pieces = (host.step.pieces_of(work.op) - 1) * host.step.piece_s
     if work.kind == "optimizer":
-        return host.forward_s + work.dims[0] * host.tensor_s if work.dims else host.forward_s
+        return host.forward_s + pieces + (work.dims[0] * host.tensor_s if work.dims else 0.0)
     if after:
         return host.plain_s
     weighing = host.step.fresh_s if work.fresh else 0.0
     if compiled:
         return host.compiled_s + weighing
-    pieces = (host.step.pieces_of(work.op) - 1) * host.step.piece_s
     return (host.backward_s if backward else host.forward_s) + pieces + weighing
 
 
@@ -177,7 +179,7 @@ class Step(NamedTuple):
     bubble_s: float = 0.0
     """A pipeline stage waiting for other stages, at the beginning and at the end."""
     offload_s: float = 0.0
-    """Copies between device and host that do not overlap with computation."""
+    """Copies between device and host that do not overlap with computation, and an optimizer on the CPU."""
 
     @property
     def total_s(self) -> float:
@@ -185,6 +187,8 @@ class Step(NamedTuple):
         return sum(self)
 
 
+WAIT_ONLY = "trimtab::wait_for_device"
+"""torch.cuda.synchronize, as updates of bitsandbytes call it."""
 ARITHMETIC_KINDS = {"matrix", "attention", "convolution", "recurrent"}
 
 
@@ -219,7 +223,16 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
         copied = exposed_transfers_s(
             rank, host_bytes_per_s, forward_s=single.forward_s, backward_s=single.backward_s
         )
-        steps.append(step._replace(offload_s=rounds * copied))
+        hidden = collectives().overlapped
+        added = offloaded_state_s(
+            rank,
+            setting,
+            host_bytes_per_s,
+            links.host_memory,
+            hidden_forward_s=hidden * single.forward_s,
+            hidden_backward_s=hidden * single.backward_s,
+        )
+        steps.append(step._replace(offload_s=rounds * copied if added is None else added))
         passes.append(single.again_s)
     slowest = max(range(len(steps)), key=lambda number: steps[number].total_s)
     return steps[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))
@@ -348,7 +361,9 @@ def _gradient_add(size: int) -> Work:
 
 def model_flops(trace: Trace) -> int:
     """Return the FLOPs of one forward and backward pass on one rank, without recomputation."""
-    return sum(trace.works[number].flops for number in trace.sequence) - trace.recomputed_flops
+    # Updates count instructions instead of FLOPs.
+    counts = [0 if work.kind == "optimizer" else work.flops for work in trace.works]
+    return sum(counts[number] for number in trace.sequence) - trace.recomputed_flops
 
 
 def device_flops(trace: Trace, setting: Setting) -> float:

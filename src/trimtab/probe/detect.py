@@ -88,15 +88,17 @@ def detect(world: Machine | None = None) -> Cluster:
     )
 
 
-def as_cluster(on: str | Path | Cluster | None, *, network: str | None = None) -> Cluster:
+def as_cluster(
+    on: str | Path | Cluster | None, *, network: str | None = None, host_memory: str | None = None
+) -> Cluster:
     """Return the cluster for `on`: a Cluster, a text such as 4xH100, a detect file; None is this machine.
 
-    `network` states the bandwidth between nodes.
+    `network` states the bandwidth between nodes, and `host_memory` the memory of each node's host.
     """
     from os import PathLike, fspath
     from pathlib import Path
 
-    from trimtab.catalog.clusters import parse_cluster, read_cluster_file, with_network
+    from trimtab.catalog.clusters import parse_cluster, read_cluster_file, with_host_memory, with_network
     from trimtab.errors import WrongUse
 
     if isinstance(on, Cluster):
@@ -113,7 +115,8 @@ def as_cluster(on: str | Path | Cluster | None, *, network: str | None = None) -
             found=f"it is of type {type(on).__name__}",
             cure="Give a string such as '4xA100-40GB', the path of a detect file, or None for this machine.",
         )
-    return cluster if network is None else with_network(cluster, network)
+    cluster = cluster if network is None else with_network(cluster, network)
+    return cluster if host_memory is None else with_host_memory(cluster, host_memory)
 
 
 def _devices_source(devices: tuple[Device, ...]) -> str:

@@ -328,7 +328,9 @@ def _update(name: str, gradient: Any, parameter: Any, *rest: Any, **options: Any
     del name
     given = [value for value in (*rest, *options.values()) if isinstance(value, torch.Tensor)]
     states = [tensor for tensor in given if tensor.device.type == parameter.device.type]
-    torch.ops.trimtab.update_low_bit(parameter, gradient, states)
+    coded = [tensor for tensor in given if tensor.dtype is torch.uint8 and tensor.dim()]
+    searched_bits = 8 * len(coded)
+    torch.ops.trimtab.update_low_bit(parameter, gradient, states, searched_bits)
     torch.ops.trimtab.wait_for_device(parameter)
 
 

@@ -3,7 +3,7 @@
 from trimtab.spec.base import Noun
 from trimtab.spec.base_format import BaseFormat, BaseStorage
 from trimtab.spec.calibration import Calibration
-from trimtab.spec.estimate import Band, Estimate, Footprint, MfuReference, StepTime, Verdict
+from trimtab.spec.estimate import Band, Estimate, Footprint, HostMemory, MfuReference, StepTime, Verdict
 from trimtab.spec.finding import Finding, Severity
 from trimtab.spec.hardware import (
     Cluster,
@@ -91,6 +91,7 @@ __all__ = [
     "Finding",
     "Footprint",
     "GpuReading",
+    "HostMemory",
     "Incident",
     "IncidentKind",
     "JobProgress",

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Self
 
 from trimtab.spec.base import Noun, check_minimum
+from trimtab.units import format_bytes
 
 
 class Footprint(Noun, frozen=True, kw_only=True):
@@ -55,7 +56,7 @@ class StepTime(Noun, frozen=True, kw_only=True):
     input_s: float = 0.0
     bubble_s: float = 0.0
     offload_s: float = 0.0
-    """Only copies between device and host that do not overlap with computation."""
+    """Copies between device and host that do not overlap with computation, and an optimizer on the CPU."""
 
     @property
     def total_s(self) -> float:
@@ -65,6 +66,46 @@ class StepTime(Noun, frozen=True, kw_only=True):
     def faults(self) -> list[str]:
         """Check that no part is negative."""
         return check_minimum(0, **{part: getattr(self, part) for part in self.__struct_fields__})
+
+
+class HostMemory(Noun, frozen=True, kw_only=True):
+    """Predicted memory of the host for a job that offloads."""
+
+    rank_bytes: int
+    """Memory of one process in the steps."""
+    pinned_bytes: int
+    """The part of it that is pinned: the system cannot swap it, nor use it otherwise."""
+    node_bytes: int
+    """Memory of the fullest node: all its processes and their copies for a checkpoint, or the model while it
+    is built."""
+    checkpoint_bytes: int = 0
+    """Copy of weights and optimizer states that one process makes to write a checkpoint, and keeps."""
+    capacity_bytes: int | None = None
+    """Usable memory of the smallest node; None if unknown."""
+    fits: bool | None = None
+    """Whether the node has enough; None if its memory is unknown."""
+
+    @property
+    def shortage(self) -> str:
+        """Why the job does not run on the host; empty if it does, or if nobody knows."""
+        if self.fits is not False or self.capacity_bytes is None:
+            return ""
+        return (
+            f"the host needs {format_bytes(self.node_bytes)} per node, "
+            f"{format_bytes(self.pinned_bytes)} per process pinned, and has "
+            f"{format_bytes(self.capacity_bytes)}"
+        )
+
+    def faults(self) -> list[str]:
+        """Check that sizes are possible and agree with each other."""
+        wrong = check_minimum(0, pinned_bytes=self.pinned_bytes, checkpoint_bytes=self.checkpoint_bytes)
+        if not self.pinned_bytes <= self.rank_bytes <= self.node_bytes:
+            wrong.append("pinned_bytes <= rank_bytes <= node_bytes does not hold")
+        if (self.fits is None) != (self.capacity_bytes is None):
+            wrong.append("fits and capacity_bytes are both known, or neither")
+        elif self.capacity_bytes is not None and self.fits != (self.node_bytes <= self.capacity_bytes):
+            wrong.append(f"fits is {self.fits}, and {self.node_bytes} of {self.capacity_bytes} are needed")
+        return wrong
 
 
 class MfuReference(Noun, frozen=True, kw_only=True):
@@ -129,6 +170,8 @@ class Estimate(Noun, frozen=True, kw_only=True):
     gradients_bytes: int | None = None
     """Peak bytes of gradients at any moment of a step."""
     band: Band
+    host: HostMemory | None = None
+    """Memory of the host; None for a job that offloads nothing."""
     step_s: float | None = None
     step_time: StepTime | None = None
     samples_per_s: float | None = None
@@ -170,6 +213,16 @@ class Estimate(Noun, frozen=True, kw_only=True):
 
         Either it fits, or `fits` is false and the verdict stays None: see `trimtab.predict.capacity`.
         """
+        shortage = self.host.shortage if self.host is not None else ""
+        if shortage:
+            return self.replace(
+                capacity_bytes=capacity_bytes,
+                fits=False,
+                verdict=Verdict.DOES_NOT_FIT,
+                verdict_reason=shortage,
+                least_bytes=None,
+                releases_per_step=None,
+            )
         fits = self.band.high_bytes <= capacity_bytes
         return self.replace(
             capacity_bytes=capacity_bytes,

@@ -120,6 +120,13 @@ Network = Annotated[
         metavar="BANDWIDTH",
     ),
 ]
+HostMemorySize = Annotated[
+    str | None,
+    option(
+        "Memory of each node's host, for jobs that offload: 512GiB; default: as detected, else unknown.",
+        metavar="SIZE",
+    ),
+]
 Pins = Annotated[
     PinValues,
     option(
@@ -336,6 +343,7 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     """Arguments of `trimtab estimate`: one configuration of a job on some devices."""
 
     network: Network = None
+    host_memory: HostMemorySize = None
     micro_batch: MicroBatch = 1
     precision: PrecisionName = "bf16"
     base: BaseName = "none"
@@ -415,6 +423,7 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
     """Arguments of `trimtab plan`: find the best configuration of a job on some devices."""
 
     network: Network = None
+    host_memory: HostMemorySize = None
     vary: Vary = ()
     global_batch: Annotated[
         int | None, option("Samples per optimizer step, instead of the job's own number.")
@@ -439,8 +448,8 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
         str | Words,
         option(
             "What the plan may change besides its own choices, separated by commas: quantised (frozen layers "
-            "in 4 bits), optimizer (states in 8 bits, updates in the backward pass), offload (activations in "
-            "the memory of the host).",
+            "in 4 bits), optimizer (states in 8 bits, updates in the backward pass), offload (activations, "
+            "or weights and optimizer, on the host).",
             metavar="WORDS",
         ),
     ] = ""

@@ -139,6 +139,13 @@ class Trace(Noun, frozen=True, kw_only=True):
     """Bytes that a pipeline stage sends to the next one per micro-batch."""
     shared: int = 0
     """Trainable parameters (elements) that all stages of a pipeline hold."""
+    pinned_sizes: tuple[int, ...] = ()
+    """Bytes of each offloaded weight and gradient in pinned memory of the host, in the order of weights."""
+    host_state_bytes: int = 0
+    """Bytes of offloaded optimizer states, which are not pinned."""
+    checkpoint_bytes: int = 0
+    """Bytes of weights and optimizer states of this rank, which a checkpoint copies; 0 if nothing is
+    offloaded."""
     host_sizes: tuple[int, ...] = ()
     """Bytes of each block of pinned memory on the host when most of it is in use, in order of request."""
     no_compile_gain: str = ""
@@ -151,12 +158,17 @@ class Trace(Noun, frozen=True, kw_only=True):
         return (self, *self.beside)
 
     @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory of offloaded weights and gradients, in blocks as `host_bytes` has them."""
+        return _sum_blocks(self.pinned_sizes)
+
+    @property
     def host_bytes(self) -> int:
         """Pinned memory of the host, in blocks as torch's allocator requests them: powers of two.
 
         Without the setting pinned_max_round_threshold_mb, a block of 448 MiB takes 512 MiB.
         """
-        return sum(1 << (size - 1).bit_length() for size in self.host_sizes if size)
+        return _sum_blocks(self.host_sizes)
 
     def faults(self) -> list[str]:
         """Check that columns have the same length and every number in `order` exists."""
@@ -172,3 +184,8 @@ class Trace(Noun, frozen=True, kw_only=True):
         if self.sequence and not 0 <= min(self.sequence) <= max(self.sequence) < len(self.works):
             wrong.append("sequence names an operation that is not there")
         return wrong
+
+
+def _sum_blocks(sizes: tuple[int, ...]) -> int:
+    """Return the sum of sizes, each rounded up to a power of two."""
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)

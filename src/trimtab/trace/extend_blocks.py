@@ -289,6 +289,9 @@ class _Extension:
             parameters=self._extrapolate(few.parameters, more.parameters),
             trainable=self._extrapolate(few.trainable, more.trainable),
             recomputed=self._recomputed(),
+            pinned_sizes=_repeat_insertion(few.pinned_sizes, more.pinned_sizes, self.extra),
+            host_state_bytes=self._extrapolate(few.host_state_bytes, more.host_state_bytes),
+            checkpoint_bytes=self._extrapolate(few.checkpoint_bytes, more.checkpoint_bytes),
             host_sizes=_repeat_insertion(few.host_sizes, more.host_sizes, self.extra),
         )
 

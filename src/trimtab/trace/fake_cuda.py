@@ -406,6 +406,8 @@ def install_fake_cuda(target: Device) -> None:
     torch._C._show_config = _make_constant(config)
     limit_redraws()
     disable_scripting()
+    # Fake tensors on the host cannot be pinned, and need not be.
+    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     numbers = parse_capability(target.compute_capability or "9.0") or (9, 0)
     free = target.free_bytes if target.free_bytes is not None else target.memory_bytes
     properties = FakeProperties(

@@ -20,7 +20,7 @@ import msgspec
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
 from trimtab.jobs.job import Job, has_longest
 from trimtab.jobs.load import job_error, load_job, tracing_error
-from trimtab.spec import PARTS, Recompute, Setting, Trace
+from trimtab.spec import PARTS, Offload, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.strategies.base import ALIKE, RankKind
@@ -128,6 +128,7 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         torch._C._set_only_lift_cpu_tensors(True)
         model = _build_model(job, request, recorder, rank.branch)
         _note_float8(model, request, recorder)
+        _note_offload(request, recorder)
         built = _BuiltModel(job, model, request, recorder, rank)
         trace = None
         # A pipeline stage has only some of the blocks: they are all traced. So are they if they differ.
@@ -138,6 +139,14 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
             deliver(trace, how)
         else:
             deliver(_trace_model(built), WHOLE)
+
+
+def _note_offload(request: TraceRequest, recorder: Any) -> None:
+    """Note what FSDP2 moves to the host beyond what was named."""
+    from trimtab.engine.offload_rules import TOGETHER
+
+    if request.setting.offload == (Offload.PARAMS,):
+        recorder.kernels.assume(TOGETHER)
 
 
 def _note_float8(model: Any, request: TraceRequest, recorder: Any) -> None:
@@ -313,6 +322,7 @@ def _build_model(job: Any, request: TraceRequest, recorder: Any, branch: str) ->
 def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     from trimtab.engine import step as steps
     from trimtab.engine.quantize import count_weights
+    from trimtab.trace.host_state import measure_host_state
 
     job, model, request, recorder, rank = built
     setting = request.setting
@@ -342,6 +352,8 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         _note_is_compiling_calls(recorder.kernels)
         _note_double_backward(recorder.kernels)
     kept = _run_timed_steps(built, state, batch, names)
+    # Measured here: a forward pass without a backward pass leaves the weights of the root whole.
+    on_host = measure_host_state(state)
     recorder.mark_phase("end", "activations")
     if longest:
         _record_usual_step(built, state)
@@ -354,6 +366,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         "parameters": sum(count for count, _ in sizes),
         "trainable": sum(count for count, learns in sizes if learns),
         "recomputed": state.recomputed,
+        **on_host,
         "host_sizes": () if state.offload is None else state.offload.peak_sizes,
         "part": rank.number,
         "rank": rank.words,
