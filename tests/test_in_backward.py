@@ -465,7 +465,7 @@ def test_the_time_has_a_call_for_every_weight(traces: list[Trace]) -> None:
     # The host reads the loss once.
     assert [work.kind for work in found].count("wait") == [work.kind for work in plain].count("wait") + 1
     # All of it is in the backward pass.
-    assert traces[1].phases["optimizer"] == len(found)
+    assert not [work for work in found[traces[1].phases["optimizer"] :] if work.kernels]
     host_s = []
     for works, trace in zip((plain, found), traces, strict=True):
         backward = range(trace.phases["backward"], trace.phases["optimizer"])

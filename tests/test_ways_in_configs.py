@@ -575,10 +575,10 @@ def test_updates_in_the_backward_pass_are_written_and_read(text: str, file: str,
 
 def test_updates_in_the_backward_pass_beside_what_torchtune_refuses() -> None:
     _, found = read(tune(more="optimizer_in_bwd: True\nclip_grad_norm: 1.0\n"), "a.yaml")
-    assert [note for note in found.said if "clipping needs all gradients" in note]
+    assert [note for note in found.warnings if "clipping needs all gradients" in note.text]
     setting, found = read(tune(more="optimizer_in_bwd: True\ncompile: True\n"), "a.yaml")
     assert not setting.optimizer_in_backward
-    assert [note for note in found.said if "saves nothing" in note]
+    assert [note for note in found.warnings if "saves nothing" in note.text]
 
 
 def test_a_trainer_without_updates_in_the_backward_pass_is_told_how() -> None:

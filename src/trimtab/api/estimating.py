@@ -84,6 +84,7 @@ def refuse_job_options(request: CommandRequest, fields: frozenset[str] = SCRIPT_
 
 def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
     """Return the cluster and the setting that an estimate is asked for."""
+    from trimtab.engine.in_backward_rules import refuse_in_backward
     from trimtab.probe.detect import as_cluster
 
     where = as_cluster(request.on, network=request.network, host_memory=request.host_memory)
@@ -105,6 +106,7 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         nodes=len(where.nodes),
         **_spread_of(request.job, request.strategy, request.options),
     )
+    refuse_in_backward(setting)
     return where, setting
 
 
@@ -261,7 +263,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     Every rank takes one micro-batch; in a pipeline, and if branches have different numbers of ranks, as many
     as `global_batch` needs.
     """
-    from trimtab.engine.in_backward_rules import refuse_in_backward
     from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
@@ -310,7 +311,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
-    setting = Setting(
+    return Setting(
         strategy=how,
         mesh=mesh,
         micro_batch=micro_batch,
@@ -327,8 +328,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         allocator=word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
     )
-    refuse_in_backward(setting)
-    return setting
 
 
 def _read_offload(words: str) -> tuple[Offload, ...]:
