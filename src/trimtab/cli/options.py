@@ -221,8 +221,8 @@ def job_options(
         if flag.attribute in options:
             raise WrongUse(text, found=f"--set {flag.attribute} is given too", cure="Give one of them.")
         # A run may be started from another folder than the one where it was planned.
-        absolute = isinstance(value, Path)
-        options[flag.attribute] = str(value.expanduser().absolute()) if absolute else value
+        absolute = isinstance(value, Path) or (flag.may_be_file and Path(value).expanduser().is_file())
+        options[flag.attribute] = str(Path(value).expanduser().absolute()) if absolute else value
     return expand_stage(job, options)
 
 

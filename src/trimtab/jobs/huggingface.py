@@ -5,6 +5,7 @@ Planning reads only config.json. Nothing is downloaded, and no code from the fol
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,13 +30,16 @@ from trimtab.jobs.synthetic import CPU, Synthetic, draw_integer
 from trimtab.jobs.text.blocks import TokenBlocks, describe_text, lay_out_blocks
 from trimtab.jobs.text.byte_pairs import BYTES
 from trimtab.jobs.text.corpus import find_text
+from trimtab.jobs.text.documents import make_typical_row, read_lengths
 from trimtab.jobs.text.model_tokenizer import find_tokenizer
 from trimtab.jobs.text.tokens import BytePairTokenizer, tokenize
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.jobs.text.blocks import BlockLayout
+    from trimtab.jobs.text.documents import DocumentRow
     from trimtab.jobs.text.model_tokenizer import ModelTokenizer
     from trimtab.jobs.text.tokens import Tokens
     from trimtab.spec import BaseFormat
@@ -44,6 +48,13 @@ DEFAULT_LONGEST = 1024
 """Maximum tokens per sample without --seq."""
 MASKED_SHARE = 0.15
 """Share of tokens that are masked for a masked language model."""
+ATTENTIONS = ("sdpa", "flash_attention_2", "flex_attention", "eager")
+"""Attention implementations of transformers, by its names."""
+WHOLE_ROW = ("sdpa", "eager")
+"""Those that compute attention of a whole row and mask out other documents."""
+FULL_ROW = 0.995
+"""Share of a row from which it is said to be full."""
+GOLDEN_SECTION = 0.618034
 MASK_BYTE = 255
 """Byte that replaces a masked token if the tokenizer has no mask token; it is not used in UTF-8."""
 
@@ -91,7 +102,7 @@ COUNTED_FROM_PADDING = frozenset(
 
 
 class HuggingFace(Job):
-    """Train a model of a Hugging Face folder, with options --seq, --lora and --frozen."""
+    """Train a model of a Hugging Face folder, with options such as --seq, --lora and --packed."""
 
     name = "hf"
     additive = True
@@ -102,6 +113,12 @@ class HuggingFace(Job):
     """Tokens per sample."""
     lora: int | None = None
     """Rank of LoRA adapters on every linear layer except the head; the rest is frozen."""
+    packed: Any = None
+    """Tokens of each of the documents that share a row: a number, a list, or a file of lengths."""
+    lengths: Any = None
+    """Tokens of the samples, which are padded to the longest: a number, a list, or a file of lengths."""
+    attention = ""
+    """Attention of transformers, such as flex_attention; empty: sdpa, or eager if the model has no sdpa."""
     layers: int | None = None
     """Number of hidden layers, instead of the config's own."""
     frozen = False
@@ -159,6 +176,56 @@ class HuggingFace(Job):
             config.decoder_start_token_id = config.pad_token_id
         return config
 
+    def settle(self, given: frozenset[str]) -> None:
+        """Check the options for lengths and attention."""
+        if self.attention not in ("", *ATTENTIONS):
+            close = find_nearest(self.attention, ATTENTIONS)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise WrongUse(
+                f"--attention {self.attention}",
+                found=f"trimtab knows no such attention of transformers{meant}",
+                cure=f"Use {', '.join(ATTENTIONS)}.",
+            )
+        if self.packed is not None and self.lengths is not None:
+            raise WrongUse(
+                f"--packed {self.packed} and --lengths {self.lengths}",
+                found="documents are packed or padded, not both",
+                cure=f"Write --packed {self.lengths} to pack documents of these lengths, or --lengths alone "
+                "to pad them.",
+            )
+        for name in ("packed", "lengths"):
+            if name in given and getattr(self, name) is not None:
+                read_lengths(getattr(self, name), f"--{name}")
+
+    @cached_property
+    def _row(self) -> DocumentRow | None:
+        """The documents of a row, if they are packed."""
+        if self.packed is None:
+            return None
+        self._refuse_other_tasks(f"--packed {self.packed}")
+        return make_typical_row(read_lengths(self.packed, "--packed"), self.tokens)
+
+    @cached_property
+    def _padded_lengths(self) -> tuple[int, ...]:
+        """The lengths of padded samples; empty if all are equally long."""
+        if self.lengths is None:
+            return ()
+        self._refuse_other_tasks(f"--lengths {self.lengths}")
+        return read_lengths(self.lengths, "--lengths")
+
+    def _refuse_other_tasks(self, given: str) -> None:
+        if self._task.name != "causal LM":
+            raise WrongUse(
+                given,
+                found=f"this model is trained as {self._task.name}",
+                cure="Leave it out: only causal language models have lengths of documents here.",
+            )
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether all rows are laid one after another: flash attention finds documents in one row only."""
+        return self._row is not None and self.attention.startswith("flash")
+
     @property
     def _given(self) -> str:
         return f"job hf:{self.folder}"
@@ -198,7 +265,7 @@ class HuggingFace(Job):
     def assumptions(self) -> tuple[str, ...]:
         """Choices made for the user, listed in an estimate."""
         notes = []
-        if self.seq is None and not self._is_image:
+        if self.seq is None and not self._is_image and not self._padded_lengths:
             notes.append(f"sequences of {self.tokens} tokens (--seq)")
         if not read_config(self.folder, quantized=True).get("architectures"):
             notes.append(f"config.json names no architecture: taken as {self._task.name}")
@@ -211,11 +278,41 @@ class HuggingFace(Job):
                 f"config.json stores linear layers as {self.stored_base}: that is the base unless another is "
                 "named"
             )
+        notes += self._describe_lengths()
         if self.layers is not None:
             notes.append(f"{self.layers} hidden layers, which config.json does not say (--set layers)")
         if self._eager and hasattr(self._config, "num_attention_heads"):
             notes.append("attention without fused kernels: this model has no fused ones")
         return tuple(notes)
+
+    def _describe_lengths(self) -> list[str]:
+        """Return what is assumed about documents in rows, and what their attention costs."""
+        if self._padded_lengths:
+            longest = self.tokens
+            mean = sum(min(length, longest) for length in self._padded_lengths) / len(self._padded_lengths)
+            text = (
+                f"every sample is padded to the longest, {longest:,} tokens: {1 - mean / longest:.0%} of the "
+            )
+            text += "tokens are padding. Batches without a long sample take less; --packed takes no padding"
+            return [text]
+        row = self._row
+        if row is None:
+            return []
+        attention = "eager" if self._eager else self.attention or "sdpa"
+        text = f"{attention} attention over rows of {plural(len(row.lengths), 'packed document')}"
+        if len(set(row.lengths)) > 1:
+            text += f" ({min(row.lengths):,} to {max(row.lengths):,} tokens)"
+        if row.filled < FULL_ROW:
+            text += f", which are {row.filled:.0%} full"
+        if row.cut:
+            text += f"; {row.cut:.0%} of the documents are longer than a row, and are cut"
+        notes = [text]
+        if attention in WHOLE_ROW:
+            notes.append(
+                f"{attention} makes a mask over the whole row, so that memory and time grow with its square: "
+                "--attention flash_attention_2 or flex_attention costs the squares of the documents"
+            )
+        return notes
 
     @property
     def _is_image(self) -> bool:
@@ -241,6 +338,8 @@ class HuggingFace(Job):
     def tokens(self) -> int:
         """Tokens per sample."""
         limit = self._limit
+        if self.seq is None and self._padded_lengths:
+            return min(limit or self._padded_lengths[-1], self._padded_lengths[-1])
         if self.seq is None:
             return min(limit or DEFAULT_LONGEST, DEFAULT_LONGEST)
         if self._is_image:
@@ -291,7 +390,8 @@ class HuggingFace(Job):
         """Return the model, with adapters or frozen weights if chosen."""
         if self.lora is not None and self.lora < 1:
             raise WrongUse(f"--lora {self.lora}", found="it is below 1", cure="Give a rank such as 8 or 16.")
-        _ = self.tokens  # Check --seq before a large model is built.
+        # Check these options before a large model is built.
+        _ = self.tokens, self._row, self._padded_lengths
         if self.stored_base.storage.is_quantized and not self.lora and not self.frozen:
             raise WrongUse(
                 self._given,
@@ -334,8 +434,10 @@ class HuggingFace(Job):
         )
         try:
             try:
-                built, self._weights = build(dtype=dtype, attn_implementation="sdpa")
-            except ValueError as error:
+                built, self._weights = build(dtype=dtype, attn_implementation=self.attention or "sdpa")
+            except (ValueError, ImportError) as error:
+                if self.attention:
+                    raise self._attention_error(error) from error
                 if "scaled_dot_product_attention" not in str(error):
                     raise
                 self._eager = True
@@ -356,8 +458,24 @@ class HuggingFace(Job):
                 found=f"{type(built).__name__} reads {built.main_input_name}, which trimtab cannot generate",
                 cure=SUPPORTED,
             )
+        if self._row is not None and "position_ids" not in inspect.signature(built.forward).parameters:
+            raise WrongUse(
+                f"--packed {self.packed}",
+                found=f"{type(built).__name__} takes no positions, so that it cannot tell documents apart",
+                cure="Leave it out.",
+            )
         run_experts_in_autocast(built)
         return built
+
+    def _attention_error(self, error: Exception) -> WrongUse:
+        missing = "flash" in self.attention and isinstance(error, ImportError)
+        return WrongUse(
+            f"--attention {self.attention}",
+            found=f"transformers cannot use it: {_first_line(error)}",
+            cure="Install flash-attn on a machine with a GPU, or use --attention flex_attention."
+            if missing
+            else "Leave it out, or name another one.",
+        )
 
     def _build_random(self, auto: Any, **options: Any) -> tuple[Any, str]:
         pickled = any(Path(self.folder).glob("*.bin"))
@@ -379,10 +497,36 @@ class HuggingFace(Job):
                 "input_ids": ids,
                 "labels": torch.where(torch.rand(ids.shape) < MASKED_SHARE, ids, IGNORE_INDEX),
             }
-        return {"input_ids": ids, "labels": ids.clone()}
+        return self._add_documents({"input_ids": ids, "labels": ids.clone()})
+
+    def _add_documents(self, batch: dict[str, torch.Tensor], first: int = 0) -> dict[str, torch.Tensor]:
+        """Give rows the positions of packed documents, or a mask of padding; `first` numbers the samples."""
+        ids, labels = batch["input_ids"], batch["labels"]
+        if self._row is not None:
+            positions = torch.tensor(self._row.positions)
+            # A document does not follow from the one before it.
+            labels = labels.masked_fill(positions == 0, IGNORE_INDEX)
+            return batch | {"labels": labels, "position_ids": positions.expand_as(ids).contiguous()}
+        if self._padded_lengths:
+            samples = 1 if ids.dim() == 1 else ids.shape[0]
+            lengths = torch.tensor(self._choose_lengths(samples, first)).view(*ids.shape[:-1], 1)
+            mask = torch.arange(self.tokens) < lengths
+            return batch | {
+                "labels": labels.masked_fill(~mask, IGNORE_INDEX), "attention_mask": mask.to(torch.int64)
+            }  # fmt: skip
+        return batch
+
+    def _choose_lengths(self, samples: int, first: int) -> list[int]:
+        """Return lengths of samples: the longest first, then others in an order without a pattern."""
+        known = self._padded_lengths
+        # Steps of the golden section visit all lengths evenly, in any number of samples.
+        places = [round(number * GOLDEN_SECTION * len(known)) for number in range(first, first + samples)]
+        return [min(known[-1 - place % len(known)], self.tokens) for place in places]
 
     def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
         """Return the model's own loss."""
+        if self._is_flat:
+            batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
         return model(**batch).loss
 
     def weight(self, batch: dict[str, torch.Tensor]) -> Any:
@@ -426,7 +570,11 @@ class HuggingFace(Job):
         if self._is_image:
             return (*weights, "images: synthetic, with a brightness that depends on the class")
         tokens, layout, tokenizer = self._text()
-        own = () if tokenizer else (f"{self.folder} has no tokenizer: a tokenizer is trained on the text",)
+        own: tuple[str, ...] = ()
+        if tokenizer is None:
+            own = (f"{self.folder} has no tokenizer: a tokenizer is trained on the text",)
+        if self._row is not None or self._padded_lengths:
+            own += ("documents: the text is cut at the lengths that were given",)
         return (*weights, *describe_text(tokens, layout, self.tokens), *own)
 
     def _text(self) -> tuple[Tokens, BlockLayout, ModelTokenizer | None]:
@@ -482,7 +630,7 @@ class HuggingFace(Job):
         if self._task.name == "sequence classification":
             return {"input_ids": ids, "labels": self._position_label(number / blocks)}
         if self._task.name == "causal LM":
-            return {"input_ids": ids, "labels": ids.clone()}
+            return self._add_documents({"input_ids": ids, "labels": ids.clone()}, first=number)
         draw = torch.Generator().manual_seed(number) if fixed else torch.default_generator
         masked = torch.rand(ids.shape, generator=draw, device=CPU) < MASKED_SHARE
         # A sample without a masked token would have no loss.

@@ -22,6 +22,8 @@ class JobFlag(NamedTuple):
     metavar: str | None = None
     training: bool = False
     """Whether only training commands have it."""
+    may_be_file: bool = False
+    """Whether a text is taken as a file if there is one of that name."""
     jobs: tuple[str, ...] = ()
     """The jobs that have it, by name; `job_flags` fills it in."""
 
@@ -61,6 +63,30 @@ JOBS = (
             DATA,
             JobFlag("seq", "seq", int, "tokens per sample; default: the model's own limit, at most 1024."),
             LORA,
+            JobFlag(
+                "packed",
+                "packed",
+                str,
+                "pack documents into rows of --seq tokens: tokens of each document, or a file with one "
+                "length a line.",
+                "TOKENS_OR_FILE",
+                may_be_file=True,
+            ),
+            JobFlag(
+                "lengths",
+                "lengths",
+                str,
+                "tokens of samples that differ, one length a line; samples are padded to the longest.",
+                "FILE",
+                may_be_file=True,
+            ),
+            JobFlag(
+                "attention",
+                "attention",
+                str,
+                "sdpa, flash_attention_2, flex_attention or eager; default: sdpa.",
+                "NAME",
+            ),
             JobFlag("frozen", "frozen", bool, "freeze the model except its head."),
         ),
     ),

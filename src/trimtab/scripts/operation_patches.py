@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from trimtab.scripts.moved_parameters import LAZY_DEVICE
 from trimtab.scripts.observer import put
 from trimtab.scripts.recorder import make_real
+from trimtab.trace.flash_attn_package import stand_in_for_flash_attn
 from trimtab.trace.flex_attention import patch_flex_attention
 
 
@@ -20,6 +21,7 @@ def patch_operations() -> None:
     _patch_tensor_of_scalars()
     _patch_ctc_loss()
     patch_flex_attention()
+    stand_in_for_flash_attn()
     _patch_lazy_parameters()
 
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from trimtab.trace.data_dependent import REAL_ATTRIBUTE
 
 MODULE = "torch.nn.attention.flex_attention"
+HOLDERS = ("transformers.masking_utils", "transformers.integrations.flex_attention")
+"""Modules that hold functions of torch's own; they may have been imported before."""
 MILLION = 1_000_000
 SHARE_ATTRIBUTE = "_trimtab_share"
 """Attribute of a block mask: computed blocks of a million, as text, which is a constant to the compiler."""
@@ -97,7 +100,7 @@ def patch_flex_attention() -> None:
         module: Any = importlib.import_module(MODULE)
     except ImportError:
         return
-    make_mask = module.create_block_mask
+    make_mask, attend = module.create_block_mask, module.flex_attention
 
     @functools.wraps(make_mask)
     def create_block_mask(*args: Any, **kwargs: Any) -> Any:
@@ -125,13 +128,25 @@ def patch_flex_attention() -> None:
         del score_mod, scale, enable_gqa
         if not torch.compiler.is_compiling():
             _note_assumptions(block_mask)
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            # As torch does it since 2.13; a model may turn queries and keys in fp32.
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         out, lse = torch.ops.trimtab.flex_attention(query, key, value, _find_share(block_mask))
         if not return_lse and options.get("return_aux") is None:
             return out
         return (out, lse) if return_lse else (out, module.AuxOutput(lse=lse))
 
-    module.create_block_mask = create_block_mask
-    module.flex_attention = flex_attention
+    for place in (module, *(sys.modules[name] for name in HOLDERS if name in sys.modules)):
+        _replace(place, make_mask, create_block_mask)
+        _replace(place, attend, flex_attention)
+
+
+def _replace(module: Any, before: Any, after: Any) -> None:
+    """Replace a function in a module that may have imported it, by whatever name."""
+    for name in [name for name, value in vars(module).items() if value is before]:
+        setattr(module, name, after)
 
 
 def _find_share(mask: Any) -> int:

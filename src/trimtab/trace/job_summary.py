@@ -16,7 +16,7 @@ from trimtab.jobs.job import has_embeddings, list_whole_model_members, stated_ad
 from trimtab.jobs.load import load_job
 from trimtab.spec import BatchLoss, Noun, Workload
 from trimtab.trace.server import SendAnswer, ask, serve
-from trimtab.trace.tracer import job_key
+from trimtab.trace.tracer import job_key, list_option_files
 
 TIMEOUT_S = 120.0
 
@@ -48,7 +48,7 @@ def has_summary(job: str, overrides: dict[str, Any] | None = None) -> bool:
 
 def named_job_key(named: NamedJob) -> str:
     """Return the cache key of a job: its name, its options, its source, our code and the versions."""
-    return job_key(named.job, make_key(named))
+    return job_key(named.job, make_key(named), files=list_option_files(named.job, named.overrides))
 
 
 def describe_job(job: Any, name: str) -> Workload:

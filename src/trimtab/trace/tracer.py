@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.cache import TRACES, code_fingerprint, fingerprint, make_key
 from trimtab.errors import TrimtabError
-from trimtab.jobs.registry import FOLDER, comes_with_trimtab
+from trimtab.jobs.registry import FOLDER, base_name, comes_with_trimtab, job_flags
 from trimtab.spec import Trace
 from trimtab.trace.forks import max_forks
 from trimtab.trace.request import TraceRequests
@@ -139,12 +139,25 @@ def family_key(request: TraceRequest) -> str:
     # One device has no other ranks to synchronise with.
     alone = {"sync_batchnorm"} if setting.gpus == 1 else set()
     return job_key(
-        request.job, make_key(request, frozenset({"setting"})), make_key(setting, NOT_TRACED | alone)
+        request.job,
+        make_key(request, frozenset({"setting"})),
+        make_key(setting, NOT_TRACED | alone),
+        files=list_option_files(request.job, request.overrides),
     )
 
 
-def job_key(job: str, *question: Any) -> str:
-    """Return a cache key for a question about a job; it changes with the job, our code and versions."""
+def list_option_files(job: str, overrides: dict[str, Any]) -> list[Path]:
+    """Return the files that options of a built-in job name, and whose content shapes its batch."""
+    flags = {flag.attribute for flag in job_flags() if flag.may_be_file and base_name(job) in flag.jobs}
+    texts = [value for name, value in overrides.items() if name in flags and isinstance(value, str)]
+    return [file for text in texts if (file := Path(text).expanduser()).is_file()]
+
+
+def job_key(job: str, *question: Any, files: Sequence[Path] = ()) -> str:
+    """Return a cache key for a question about a job; it changes with the job, our code and versions.
+
+    `files` are further files that the answer depends on.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"trimtab": VERSION, "python": sys.version}
@@ -153,7 +166,7 @@ def job_key(job: str, *question: Any) -> str:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = ""
-    sources = {str(file): _digest(file) for file in _sources(job)}
+    sources = {str(file): _digest(file) for file in (*_sources(job), *files)}
     return fingerprint(job, question, versions, code_fingerprint(NOT_TRACING), sources)
 
 

@@ -76,11 +76,13 @@ def seed_random_numbers() -> None:
 def prepare_job(requests: TraceRequests) -> Any:
     """Install the fake device and load the job; then import what every trace needs."""
     from trimtab.trace.fake_cuda import install_fake_cuda
+    from trimtab.trace.flash_attn_package import stand_in_for_flash_attn
     from trimtab.trace.flex_attention import find_recorder, patch_flex_attention
     from trimtab.trace.triton_kernels import patch_triton
 
     install_fake_cuda(requests.device)
     patch_flex_attention()
+    stand_in_for_flash_attn()
     patch_triton(find_recorder)
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
     seed_random_numbers()
