@@ -263,6 +263,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     Every rank takes one micro-batch; in a pipeline, and if branches have different numbers of ranks, as many
     as `global_batch` needs.
     """
+    from trimtab.engine.offload_rules import refuse_state_offload
     from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
@@ -311,7 +312,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
-    return Setting(
+    setting = Setting(
         strategy=how,
         mesh=mesh,
         micro_batch=micro_batch,
@@ -328,6 +329,9 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         allocator=word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
     )
+    # The tracer refuses it too, after it has loaded the job.
+    refuse_state_offload(setting)
+    return setting
 
 
 def _read_offload(words: str) -> tuple[Offload, ...]:
