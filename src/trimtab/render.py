@@ -1074,6 +1074,7 @@ def describe_setting(setting: Setting) -> str:
         "" if setting.loss.value == "whole" else f"loss {setting.loss.value}",
         f"offload {'+'.join(setting.offload)}" * bool(setting.offload),
         f"optimizer {setting.optimizer_rule.value}" * bool(setting.optimizer_rule.stored.place),
+        "optimizer in backward" * setting.optimizer_in_backward,
         "compiled" * setting.compile,
         "synchronised BatchNorm" * (setting.sync_batchnorm and setting.gpus > 1),
         "shares by speed" * bool(setting.shares),

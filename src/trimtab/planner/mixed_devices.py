@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trimtab.engine.in_backward_rules import NOT_SPREAD
 from trimtab.errors import TrimtabError
 from trimtab.planner.batch_split import divide_evenly, divide_in_proportion, list_splits, make_share
 from trimtab.planner.estimator_interface import Layout, available_bytes
-from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, read_ways
+from trimtab.planner.pins import IN_BACKWARD, NOT_COMPILED_SYNCHRONISED, read_ways
 from trimtab.planner.search import Evaluation
 from trimtab.planner.space import TRACED_RECOMPUTES, can_run, count_workers
 from trimtab.spec import Allocator, Offload, Precision, Recompute, Rejection, Setting
@@ -62,6 +63,8 @@ def _explain_unfit(space: Space, layout: Layout) -> str:
         return f"{precision} is only emulated by some of {' and '.join(layout.kinds)}"
     if space.policy.pins.get("sync_batchnorm") and space.policy.pins.get("compile"):
         return NOT_COMPILED_SYNCHRONISED
+    if read_ways(space.policy.pins).get(IN_BACKWARD):
+        return f"{IN_BACKWARD}: {NOT_SPREAD}"
     fixed = [key for key in ("micro_batch", "accumulation") if key in space.policy.pins]
     if fixed:
         return f"different GPUs take different micro-batches, and {fixed[0]} is pinned"

@@ -183,6 +183,12 @@ OptimizerName = Annotated[
         "of the job's own: fused, foreach or plain."
     ),
 ]
+InBackward = Annotated[
+    bool,
+    option(
+        "Update each weight in the backward pass, as soon as its gradient is complete, and free the gradient."
+    ),
+]
 AllocatorName = Annotated[str, option("Mode of PyTorch's CUDA allocator: default or expandable.")]
 StrategyName = Annotated[
     str,
@@ -348,6 +354,7 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     strategy: StrategyName = "single"
     gpus: GpuCount = None
     optimizer: OptimizerName = "fused"
+    optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
     sync_batchnorm: SyncBatchnorm = False
     clip: Clip = None
@@ -381,6 +388,7 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     strategy: StrategyName = "single"
     gpus: GpuCount = None
     optimizer: OptimizerName = "fused"
+    optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
     sync_batchnorm: SyncBatchnorm = False
     clip: Clip = None
@@ -401,6 +409,7 @@ class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
     offload: OffloadWords = "none"
     compile: Compile = False
     optimizer: OptimizerName = "fused"
+    optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
     clip: Clip = None
     options: JobOptions = None
@@ -439,8 +448,8 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
         str | Words,
         option(
             "What the plan may change besides its own choices, separated by commas: quantised (frozen layers "
-            "in 4 bits), optimizer (states in 8 bits), offload (activations, or weights and optimizer, on "
-            "the host).",
+            "in 4 bits), optimizer (states in 8 bits, updates in the backward pass), offload (activations, "
+            "or weights and optimizer, on the host).",
             metavar="WORDS",
         ),
     ] = ""

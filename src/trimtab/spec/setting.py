@@ -263,6 +263,8 @@ class Setting(Noun, frozen=True, kw_only=True):
     optimizer: OptimizerImplementation = OptimizerImplementation.FUSED
     optimizer_rule: OptimizerRule = OptimizerRule.JOB
     """Which optimizer, if not the job's own."""
+    optimizer_in_backward: bool = False
+    """Whether each weight is updated in the backward pass, as soon as its gradient is complete."""
     allocator: Allocator = Allocator.DEFAULT
     workers: int = 0
     """Data loader processes per rank."""
