@@ -84,6 +84,8 @@ class QueuedCase:
     """The optimizer."""
     loss: str = "whole"
     offload: str = "none"
+    in_backward: bool = False
+    """Whether weights are updated in the backward pass."""
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
     framework: a training with another framework and our callback, where `job` names the framework;
@@ -120,6 +122,7 @@ class QueuedCase:
             optimizer_rule=OptimizerRule(self.rule),
             loss=LossForm(self.loss),
             offload=read_offload(self.offload),
+            optimizer_in_backward=self.in_backward,
         )
 
 
@@ -399,13 +402,37 @@ def _optimizers() -> list[QueuedCase]:
     ]
 
 
+def _in_backward() -> list[QueuedCase]:
+    """Updates in the backward pass, and two of the same steps without (`off`)."""
+    small = {"layers": 8, "vocabulary": 32_000}
+    return [
+        QueuedCase(f"in-backward-{rule}-{precision}-{recompute}-b{micro}", FIT, micro, small,
+                   precision=precision, recompute=recompute, rule=rule, in_backward=True)
+        for rule, precision, recompute, micro in (
+            ("adamw", "bf16-true", "full", 1),
+            ("adamw8bit", "bf16-true", "full", 1),
+            ("adamw", "bf16", "none", 4),
+            ("adamw8bit", "bf16", "none", 4),
+            ("adamw4bit", "bf16-true", "none", 4),
+            ("muon", "bf16", "none", 4),
+        )
+    ] + [
+        QueuedCase(f"in-backward-off-{rule}-bf16-true-full-b1", FIT, 1, small, precision="bf16-true",
+                   recompute="full", rule=rule)
+        for rule in ("adamw", "adamw8bit")
+    ] + [
+        QueuedCase("in-backward-plain-bf16-none-b4", FIT, 4, small, optimizer="plain", in_backward=True),
+        QueuedCase("in-backward-adamw-vit-b64", "ViT", 64, rule="adamw", in_backward=True),
+    ]  # fmt: skip
+
+
 def _losses() -> list[QueuedCase]:
     """Losses that never hold all logits."""
     return [
         QueuedCase(f"loss-{form}-v{words // 1000}k-b{micro}", FIT, micro, {"layers": 4, "vocabulary": words},
                    loss=form)
         for words, micro in ((128_256, 8), (32_000, 8), (151_936, 4))
-        for form in ("chunked", "whole")
+        for form in ("chunked", "liger", "whole")
     ] + [
         QueuedCase("loss-chunked-lora-nf4-b8", FIT, 8, LORA_1B, base="nf4", loss="chunked", recompute="full"),
         QueuedCase("loss-chunked-compile-b8", FIT, 8, {"layers": 4}, loss="chunked", compile=True),
@@ -527,8 +554,8 @@ def _packed() -> list[QueuedCase]:
 def _ways_to_fit() -> list[QueuedCase]:
     """The most informative of each kind first."""
     kinds = [
-        _bases(), _optimizers(), _losses(), _recomputes(), _float8(), _offloads(), _state_offloads(),
-        _packed(),
+        _bases(), _optimizers(), _in_backward(), _losses(), _recomputes(), _float8(), _offloads(),
+        _state_offloads(), _packed(),
     ]  # fmt: skip
     longest = max(map(len, kinds))
     return [cases[place] for place in range(longest) for cases in kinds if place < len(cases)]

@@ -90,6 +90,7 @@ def _grid() -> tuple[Plan, ...]:
             offload=next(offloads),
             optimizer=next(optimizers),
             optimizer_rule=next(rules),
+            optimizer_in_backward=mesh.size == 1 and not (row + column) % 2,
             allocator=next(allocators),
             workers=next(workers),
         )

@@ -409,6 +409,7 @@ def test_a_learned_mask_is_fused_where_it_is_contiguous(job: str) -> None:
     assert permuted.allocated_bytes > window.allocated_bytes + 64 * 2 * 49 * 49 * 4
 
 
+@pytest.mark.slow
 def test_compiled_code_loses_the_kernel_to_an_expanded_mask(job: str) -> None:
     found, plain = (estimated(job, name, compile=True) for name in ("Expanded", "Plain"))
     (line,) = unfused(found)

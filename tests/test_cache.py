@@ -70,6 +70,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "loss": {"loss": "chunked"},
     "offload": {"offload": ("activations",)},
     "optimizer_rule": {"optimizer_rule": "sgd"},
+    "optimizer_in_backward": {"optimizer_in_backward": True},
     "optimizer": {"optimizer": "plain"},
     "allocator": {"allocator": Allocator.EXPANDABLE},
     "workers": {"workers": 3},

@@ -372,6 +372,7 @@ def four_ranks() -> dict[str, Report]:
     return found
 
 
+@pytest.mark.slow
 def test_four_ranks_survive_each_others_faults() -> None:
     for found in everywhere(4, four_ranks):
         for name, report in found.items():

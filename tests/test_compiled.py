@@ -163,12 +163,14 @@ def test_fused_steps_are_never_stored() -> None:
     assert activations(compiled) < 6 * sample
 
 
+@pytest.mark.slow
 def test_what_the_optimizer_keeps_is_the_same_as_without() -> None:
     eager, compiled = (estimate(compile=one, micro_batch=1) for one in (False, True))
     assert compiled.parts.weights == eager.parts.weights
     assert compiled.band.low_bytes < compiled.process_bytes < compiled.band.high_bytes
 
 
+@pytest.mark.slow
 def test_recomputation_is_compiled_too() -> None:
     kept, again = (estimate(compile=True, recompute=name) for name in ("none", "full"))
     hidden = 64 * 128 * 1024 * 2
@@ -191,6 +193,7 @@ def test_what_the_compiler_leaves_out_is_counted_as_it_runs(name: str) -> None:
     assert read == (name == "Broken")
 
 
+@pytest.mark.slow
 def test_a_job_that_compiles_itself_needs_no_option() -> None:
     own, asked = estimate("Own"), estimate(compile=True)
     assert own.allocated_bytes == asked.allocated_bytes
@@ -198,6 +201,7 @@ def test_a_job_that_compiles_itself_needs_no_option() -> None:
 
 
 @pytest.mark.usefixtures("own_cache")
+@pytest.mark.slow
 def test_nothing_is_left_for_a_real_run_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = tmp_path / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))

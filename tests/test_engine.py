@@ -203,6 +203,7 @@ def test_a_step_is_the_same_over_one_micro_batch_or_several(job: str) -> None:
     assert torch.allclose(ends[0], ends[1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_sharding_never_puts_the_whole_model_on_a_device(job: str) -> None:
     few, many = (
         trimtab.estimate(f"{job}:{name}", "64xH100", precision="fp32", micro_batch=1, strategy="fsdp")
@@ -213,6 +214,7 @@ def test_sharding_never_puts_the_whole_model_on_a_device(job: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Nested", "ByMethod", "ByParts"])
+@pytest.mark.slow
 def test_models_that_are_entered_elsewhere_are_sharded_too(job: str, name: str) -> None:
     found = trimtab.estimate(f"{job}:{name}", "4xH100", precision="bf16", micro_batch=2, strategy="fsdp")
     alone = trimtab.estimate(f"{job}:{name}", "H100", precision="bf16", micro_batch=2)

@@ -126,7 +126,7 @@ def _check_arguments(transformers: Any, plan: Plan, text: str, tmp_path: Path) -
         assert not found.fsdp
     if choice.optimizer_rule in OPTIMIZERS:
         assert found.optim == OPTIMIZERS[choice.optimizer_rule]
-    assert found.use_liger_kernel is (choice.loss is LossForm.CHUNKED)
+    assert found.use_liger_kernel is (choice.loss is not LossForm.WHOLE)
 
 
 # --- accelerate ---

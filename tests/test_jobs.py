@@ -115,6 +115,7 @@ def test_horizons_are_those_on_record() -> None:
 
 
 @pytest.mark.parametrize(("name", "share"), [("slm:tiny", 0.7), ("bridge:tiny", 0.85), ("naics:tiny", 0.6)])
+@pytest.mark.slow
 def test_a_tiny_job_trains_and_its_loss_falls(name: str, share: float) -> None:
     losses = trained(trimtab.load(name))
     assert all(map(math.isfinite, losses))
@@ -282,6 +283,7 @@ def test_tiny_jobs_are_estimated(name: str) -> None:
         assert trimtab.estimate(job, "A100-40GB", micro_batch=4) == found
 
 
+@pytest.mark.slow
 def test_logits_by_pieces_need_less_memory() -> None:
     less, more = (
         trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"pieces": pieces, "layers": 1})
@@ -510,6 +512,7 @@ def test_numbers_drawn_until_they_are_within_bounds_are_drawn_to_an_end(tmp_path
     assert expected_redraws(1_000_000, 1e-9) == 0
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_optimizer_state_and_keep_their_dtype(tmp_path: Path) -> None:
     wide = DECODER | {"hidden_size": 512, "intermediate_size": 1024, "dtype": "bfloat16"}
     name = written(tmp_path, "LlamaConfig", wide, "LlamaForCausalLM")
@@ -520,6 +523,7 @@ def test_frozen_weights_have_no_optimizer_state_and_keep_their_dtype(tmp_path: P
     assert "frozen weights in bfloat16, as in config.json" in lora.assumptions
 
 
+@pytest.mark.slow
 def test_a_changed_config_is_traced_again(tmp_path: Path) -> None:
     name = written(tmp_path, "GPT2Config", GPT2, "GPT2LMHeadModel")
     before = trimtab.estimate(name, "H200")
@@ -642,6 +646,7 @@ def test_naics_and_slm_need_no_transformers(monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------------------------------------- command line
 
 
+@pytest.mark.slow
 def test_the_command_line_shapes_a_job(tmp_path: Path) -> None:
     on = ("--on", "H200", "--json")
     small = trimtab_cli("estimate", "slm:tiny", *on)

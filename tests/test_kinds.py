@@ -150,6 +150,7 @@ def fsdp(size: int, micro: int) -> Setting:
 
 @pytest.mark.parametrize("micro", [8, 2])
 @pytest.mark.parametrize("point", ["", "forward", "backward", "optimizer", "gradient"])
+@pytest.mark.slow
 def test_averaged_weights_are_those_of_a_plain_loop_through_every_fault(micro: int, point: str) -> None:
     drill = Drill((point, 1, 0), (point, 3, 0)) if point else None
     assert_close(trained(alone(micro), Ema(), drill), expected_average())
@@ -167,6 +168,7 @@ def average_on_ranks(size: int) -> list[Result]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_averaged_weights_are_the_same_on_every_number_of_ranks(size: int) -> None:
     for results in everywhere(size, average_on_ranks, size):
         for result in results:

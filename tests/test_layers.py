@@ -280,11 +280,11 @@ SETTINGS = [
 ]
 
 
-def whole_and_few(folder: Path, name: str, setting: Setting) -> list[Trace]:
+def whole_and_few(folder: Path, name: str, setting: Setting, clip: float | None = 1.0) -> list[Trace]:
     job = folder / "job.py"
     job.write_text(JOB, encoding="utf-8")
     asked = TraceRequests(
-        job=f"{job}:{name}", settings=(setting,), device=parse_cluster("H100").devices[0], clip=1.0
+        job=f"{job}:{name}", settings=(setting,), device=parse_cluster("H100").devices[0], clip=clip
     )
     found = []
     for whole in (True, False):
@@ -335,6 +335,7 @@ def test_two_lists_of_blocks_are_put_together(tmp_path: Path) -> None:
     assert few.recomputed == whole.recomputed == ("a.blocks (31 blocks)", "b.blocks (29 blocks)")
 
 
+@pytest.mark.slow
 def test_what_happens_at_the_tenth_block_is_not_missed(tmp_path: Path) -> None:
     setting = Setting(micro_batch=4, global_batch=4)
     whole, few = whole_and_few(tmp_path, "Strange", setting)

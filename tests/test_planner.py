@@ -174,6 +174,7 @@ batches = st.integers(1, 300)
 
 @QUICK
 @given(law=laws, name=names, gpus=st.integers(1, 8), whole=batches, share=st.floats(0.3, 1.0))
+@pytest.mark.slow
 def test_a_plan_fits_by_its_upper_band_and_keeps_the_batch(
     law: Law, name: str, gpus: int, whole: int, share: float
 ) -> None:
@@ -207,6 +208,7 @@ def test_the_batch_is_kept_on_every_device_of_the_catalogue(row: Any) -> None:
 
 @QUICK
 @given(law=laws, whole=batches, more=st.integers(0, 100), gpus=st.integers(1, 4))
+@pytest.mark.slow
 def test_more_memory_never_gives_a_slower_plan(law: Law, whole: int, more: int, gpus: int) -> None:
     small = parse_cluster(f"{gpus}xA100-40GB")
     node = small.nodes[0]
@@ -227,6 +229,7 @@ def seconds(plan: Plan) -> float:
 
 @QUICK
 @given(law=laws, whole=batches, gpus=st.integers(1, 7), name=st.sampled_from(["H100", "T4", "RTX4090"]))
+@pytest.mark.slow
 def test_another_gpu_never_gives_a_slower_plan(law: Law, whole: int, gpus: int, name: str) -> None:
     job = workload(global_batch=whole)
     try:
@@ -238,6 +241,7 @@ def test_another_gpu_never_gives_a_slower_plan(law: Law, whole: int, gpus: int, 
 
 @QUICK
 @given(law=laws, whole=st.integers(1, 100), nodes=st.integers(1, 3))
+@pytest.mark.slow
 def test_another_node_never_gives_a_slower_plan(law: Law, whole: int, nodes: int) -> None:
     job = workload(global_batch=whole)
     try:
@@ -249,6 +253,7 @@ def test_another_node_never_gives_a_slower_plan(law: Law, whole: int, nodes: int
 
 @QUICK
 @given(law=laws, whole=batches, gpus=st.integers(1, 6), objective=st.sampled_from(Objective))
+@pytest.mark.slow
 def test_bounds_change_no_choice(law: Law, whole: int, gpus: int, objective: Objective) -> None:
     job, where = workload(global_batch=whole), parse_cluster(f"{gpus}xA100-40GB")
     policy = Policy(objective=objective)
@@ -261,6 +266,7 @@ def test_bounds_change_no_choice(law: Law, whole: int, gpus: int, objective: Obj
 
 
 @pytest.mark.parametrize("objective", [Objective.SPEED, Objective.COST])
+@pytest.mark.slow
 def test_bounds_save_traces_over_many_jobs(objective: Objective) -> None:
     """A single search may trace more with bounds: they change the order in which it looks."""
     counts = [0, 0]

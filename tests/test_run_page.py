@@ -13,6 +13,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "run.md"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.slow
 def test_the_program_on_the_page_runs_under_python_and_under_torchrun(tmp_path: Path, processes: int) -> None:
     program = tmp_path / "loop.py"
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

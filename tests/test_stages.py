@@ -321,6 +321,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow
 def test_training_over_two_stages_learns_survives_and_is_the_same(two: Path, tmp_path: Path) -> None:
     drill = tmp_path / "faults.json"
     drill.write_text('[{"kind": "terminate", "step": 5, "rank": 0}]', encoding="utf-8")

@@ -140,6 +140,11 @@ def test_what_cannot_be_offloaded_is_refused(changes: dict[str, Any], words: str
         prepare_job(Layers(), make_setting(**changes), "cpu")
 
 
+def test_a_wrong_offload_is_refused_before_the_job_is_loaded() -> None:
+    with pytest.raises(WrongUse, match="once for each GPU"):
+        trimtab.estimate("nowhere.py:Job", "2xH100", strategy="ddp", offload="optimizer")
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Be the only rank of a process group."""
@@ -301,6 +306,8 @@ def test_an_estimate_refuses_a_host_that_is_too_small() -> None:
     assert small.step_time is not None
     assert small.step_time.offload_s > 0
     assert any("FSDP2 moves weights" in note for note in small.assumptions)
+    both = small.judge_quickly(1 << 20)
+    assert "; the GPU needs " in both.verdict_reason
     # Weights and optimizer states are not on the device.
     assert small.parts.optimizer == 0
     large = trimtab.estimate("slm:tiny", "4xH100", host_memory="64GiB", **options)

@@ -263,6 +263,7 @@ def two_ranks() -> dict[str, Report]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_see_the_statistics_of_one_process_whatever_fails() -> None:
     for found in everywhere(2, two_ranks, timeout_s=100):
         one_pass, halves = passes(EVEN, 8), passes(EVEN, 4)

@@ -97,6 +97,7 @@ OTHERS = [row_case(*row) for row in ROWS if not row[1].startswith("trimtab plan 
 
 
 @pytest.mark.parametrize(("there", "here", "_"), PLANS)
+@pytest.mark.slow
 def test_a_plan_is_what_the_row_asks_for(
     there: str, here: str, _: str, desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -370,6 +370,7 @@ def check_suspects(found: dict[str, Any], rank: int) -> None:
     assert found["suspect kept"] == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]][rank]
 
 
+@pytest.mark.slow
 def test_every_way_learns_what_one_process_learns(tmp_path: Path) -> None:
     reports = everywhere(4, all_ways, str(tmp_path), timeout_s=600)
     batches = [data(step) for step in range(STEPS)]

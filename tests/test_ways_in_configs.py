@@ -192,14 +192,14 @@ def test_what_lies_on_the_host_is_read(file: str, text: str, offload: str) -> No
     ("file", "text", "loss"),
     [
         ("a.yaml", SFT, "whole"),
-        ("a.yaml", SFT + "use_liger_kernel: true\n", "chunked"),
+        ("a.yaml", SFT + "use_liger_kernel: true\n", "liger"),
         ("a.yaml", SFT + "loss_type: chunked_nll\n", "chunked"),
         ("a.py", samples.QLORA_PY, "chunked"),
         ("a.py", samples.QLORA_PY.replace("bf16=True", 'loss_type="nll"'), "whole"),
-        ("a.py", samples.QLORA_PY.replace("bf16=True", "use_liger_kernel=True"), "chunked"),
-        ("a.yaml", AXOLOTL + "liger_fused_linear_cross_entropy: true\n", "chunked"),
-        ("a.yaml", AXOLOTL + "cut_cross_entropy: true\n", "chunked"),
-        ("a.yaml", FACTORY + "enable_liger_kernel: true\n", "chunked"),
+        ("a.py", samples.QLORA_PY.replace("bf16=True", "use_liger_kernel=True"), "liger"),
+        ("a.yaml", AXOLOTL + "liger_fused_linear_cross_entropy: true\n", "liger"),
+        ("a.yaml", AXOLOTL + "cut_cross_entropy: true\n", "liger"),
+        ("a.yaml", FACTORY + "enable_liger_kernel: true\n", "liger"),
         ("a.yaml", samples.TORCHTUNE, "whole"),
     ],
 )
@@ -221,12 +221,6 @@ def test_the_form_of_the_loss_is_read(file: str, text: str, loss: str) -> None:
         ("a.yaml", AXOLOTL + "adapter: lora\nfp8: true\n", "fp8"),
         ("a.yaml", FACTORY + "fp8: true\n", "fp8"),
         ("a.toml", TITAN + '[model]\nconverters = ["quantize.grouped_mm.mx"]\n', "model.converters"),
-        ("a.yaml", tune(more="optimizer_in_bwd: True\n"), "optimizer_in_bwd"),
-        (
-            "a.toml",
-            TITAN + "[optimizer]\nearly_step_in_backward = true\n",
-            "optimizer.early_step_in_backward",
-        ),
         ("a.yaml", FACTORY + "quantization_bit: 4\nquantization_method: hqq\n", "quantization_bit"),
         ("a.yaml", AXOLOTL + "adapter: lora\nload_in_4bit: true\n", "load_in_4bit"),
         ("a.yaml", samples.TORCHTUNE, "loss._component_"),
@@ -614,3 +608,42 @@ def test_a_folder_with_4_bit_weights_has_its_format_as_the_base(folder: str, tmp
 def test_other_formats_are_refused_with_a_reason(quantization: Any, found: str) -> None:
     with pytest.raises(WrongUse, match=found):
         read_base_format(quantization, "job hf:x")
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "key"),
+    [
+        (tune(), "a.yaml", "optimizer_in_bwd"),
+        (TITAN, "a.toml", "optimizer.early_step_in_backward"),
+    ],
+)
+def test_updates_in_the_backward_pass_are_written_and_read(text: str, file: str, key: str) -> None:
+    setting = Setting(
+        micro_batch=1, global_batch=1, precision=Precision.BF16_TRUE, optimizer_in_backward=True
+    )
+    edits, said, after = write(setting, text, file)
+    assert edits[key] is True
+    assert "clip" in said
+    assert read(after, file)[0].optimizer_in_backward
+    edits, _, without = write(setting.replace(optimizer_in_backward=False), after, file)
+    assert edits[key] is False
+    assert not read(without, file)[0].optimizer_in_backward
+    # On several GPUs no plan has it.
+    several = setting.replace(
+        strategy=Strategy.FSDP, mesh=Mesh(dp_shard=2), global_batch=2, optimizer_in_backward=False
+    )
+    assert write(several, after, file)[0][key] is False
+
+
+def test_updates_in_the_backward_pass_beside_what_torchtune_refuses() -> None:
+    _, found = read(tune(more="optimizer_in_bwd: True\nclip_grad_norm: 1.0\n"), "a.yaml")
+    assert [note for note in found.warnings if "clipping needs all gradients" in note.text]
+    setting, found = read(tune(more="optimizer_in_bwd: True\ncompile: True\n"), "a.yaml")
+    assert not setting.optimizer_in_backward
+    assert [note for note in found.warnings if "saves nothing" in note.text]
+
+
+def test_a_trainer_without_updates_in_the_backward_pass_is_told_how() -> None:
+    setting = QLORA.replace(optimizer_in_backward=True)
+    _, said, _ = write(setting, SFT, "a.yaml")
+    assert "register_post_accumulate_grad_hook" in said

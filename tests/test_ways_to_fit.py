@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trimtab
 from trimtab.engine import low_bit
 from trimtab.engine.bf16_adamw import Bf16AdamW
-from trimtab.engine.chunked_loss import apply_loss_form, count_pieces
+from trimtab.engine.chunked_loss import apply_loss_form, count_pieces, sum_fused
 from trimtab.engine.low_bit_optimizer import LowBitOptimizer, find_states, imitate_optimizer
 from trimtab.engine.optimizer import make_optimizers
 from trimtab.engine.quantize import QuantizedLinear, count_weights, quantize_frozen
@@ -389,8 +389,41 @@ def test_without_labels_the_logits_are_whole() -> None:
     assert model(input_ids=ids, labels=ids).logits is None
 
 
-def test_pieces_follow_the_vocabulary_and_the_width() -> None:
-    assert [count_pieces(words, 2048) for words in (128_256, 32_000, 2048, 7)] == [64, 16, 1, 1]
+def test_pieces_follow_the_vocabulary_and_the_length() -> None:
+    assert [count_pieces(words, 2048, 2048) for words in (128_256, 8000, 2048, 7)] == [8, 4, 1, 1]
+    assert [count_pieces(128_256, 2048, tokens) for tokens in (8192, 32_768, 2**17, 2**20)] == [
+        8,
+        32,
+        128,
+        128,
+    ]
+
+
+@pytest.mark.parametrize("words", [WORDS, 32, 700])
+@pytest.mark.parametrize("extra", [{}, {"num_items_in_batch": 17}], ids=["mean", "sum"])
+def test_the_program_of_liger_gives_the_whole_loss(words: int, extra: dict[str, Any]) -> None:
+    """Training needs Liger's kernels; its program in plain torch is what estimates follow."""
+    model = tiny_llama(vocab_size=words).double()
+    torch.manual_seed(3)
+    ids = torch.randint(0, words, (3, TOKENS))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+    hidden = torch.randn(3, TOKENS, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    weight = model.lm_head.weight.detach().requires_grad_()
+    total = nn.functional.cross_entropy(
+        (hidden[:, :-1] @ weight.t()).flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    whole = total / extra.get("num_items_in_batch", int((labels[:, 1:] != -100).sum()))
+    fused = sum_fused(hidden, weight, labels, **extra)
+    # Liger adds up losses in float32.
+    torch.testing.assert_close(fused.double(), whole, rtol=1e-6, atol=1e-6)
+    expected = torch.autograd.grad(3 * whole, (hidden, weight))
+    for mine, gradient in zip(torch.autograd.grad(3 * fused, (hidden, weight)), expected, strict=True):
+        torch.testing.assert_close(mine, gradient, rtol=1e-6, atol=1e-8)
+
+
+def test_liger_is_refused_without_a_gpu() -> None:
+    with pytest.raises(EnvironmentFault, match="Liger's kernels run on a GPU"):
+        apply_loss_form(tiny_llama(), LossForm.LIGER)
 
 
 def test_models_that_change_their_logits_are_refused() -> None:

@@ -73,6 +73,8 @@ class NothingFits(TrimtabError):  # noqa: N818
 
     exit_code = 3
     nearest: tuple[Any, ...] = ()
+    closest: Any = None
+    """The setting that misses least; None if it is not known."""
 
 
 class JobFailed(TrimtabError):  # noqa: N818

@@ -679,7 +679,7 @@ FACT_LABELS = {
 """Names of facts for people, where they differ from the JSON."""
 
 
-def render_script(found: ScriptEstimate) -> RenderableType:
+def render_script(found: ScriptEstimate, *, help_lines: tuple[str, ...] = ()) -> RenderableType:
     """Return the estimate of a training command, what was found out about it, and its phases."""
     setting = found.setting
     heading = f"{found.script.command} on {found.device.name}, micro-batch {setting.micro_batch}"
@@ -705,7 +705,7 @@ def render_script(found: ScriptEstimate) -> RenderableType:
         cached = "the same command, files and versions were followed before; --no-cache follows it again"
         writes.append(render_labelled("from the cache", cached, "dim"))
     return Group(
-        render_estimate(found.estimate, found.peaks, heading=heading),
+        render_estimate(found.estimate, found.peaks, heading=heading, help_lines=help_lines),
         Text(),
         Padding(facts, (0, 0, 0, 1), expand=False),
         Text(),
@@ -1074,6 +1074,7 @@ def describe_setting(setting: Setting) -> str:
         "" if setting.loss.value == "whole" else f"loss {setting.loss.value}",
         f"offload {'+'.join(setting.offload)}" * bool(setting.offload),
         f"optimizer {setting.optimizer_rule.value}" * bool(setting.optimizer_rule.stored.place),
+        "optimizer in backward" * setting.optimizer_in_backward,
         "compiled" * setting.compile,
         "synchronised BatchNorm" * (setting.sync_batchnorm and setting.gpus > 1),
         "shares by speed" * bool(setting.shares),

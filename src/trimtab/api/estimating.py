@@ -84,6 +84,7 @@ def refuse_job_options(request: CommandRequest, fields: frozenset[str] = SCRIPT_
 
 def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
     """Return the cluster and the setting that an estimate is asked for."""
+    from trimtab.engine.in_backward_rules import refuse_in_backward
     from trimtab.probe.detect import as_cluster
 
     where = as_cluster(request.on, network=request.network, host_memory=request.host_memory)
@@ -99,11 +100,13 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         strategy=request.strategy,
         gpus=request.gpus if request.gpus is not None else len(where.devices),
         optimizer=request.optimizer,
+        optimizer_in_backward=request.optimizer_in_backward,
         allocator=request.allocator,
         sync_batchnorm=request.sync_batchnorm,
         nodes=len(where.nodes),
         **_spread_of(request.job, request.strategy, request.options),
     )
+    refuse_in_backward(setting)
     return where, setting
 
 
@@ -249,6 +252,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     base: str = "none",
     loss: str = "whole",
     offload: str = "none",
+    optimizer_in_backward: bool = False,
     sync_batchnorm: bool = False,
     nodes: int = 1,
     branches: int = 0,
@@ -259,6 +263,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     Every rank takes one micro-batch; in a pipeline, and if branches have different numbers of ranks, as many
     as `global_batch` needs.
     """
+    from trimtab.engine.offload_rules import refuse_state_offload
     from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
@@ -309,7 +314,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
-    return Setting(
+    setting = Setting(
         strategy=how,
         mesh=mesh,
         micro_batch=micro_batch,
@@ -322,9 +327,13 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         offload=_read_offload(offload),
         compile=compile,
         **optimizing,
+        optimizer_in_backward=optimizer_in_backward,
         allocator=word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
     )
+    # The tracer refuses it too, after it has loaded the job.
+    refuse_state_offload(setting)
+    return setting
 
 
 def _refuse_eager_budget(recompute: Recompute, *, compiled: bool) -> None:

@@ -443,13 +443,15 @@ def _list_shardings(
     strategy = STRATEGIES.get(request.strategy)
     gpus = len(where.devices) if request.gpus is None else request.gpus
     least = gpus + 1 if strategy is not None and strategy.is_sharded else gpus
-    kept = "" if not request.compile else " without --compile"
+    dropped = {"--compile": request.compile, "--optimizer-in-backward": request.optimizer_in_backward}
+    flags_dropped = " and ".join(flag for flag, is_given in dropped.items() if is_given)
+    kept = f" without {flags_dropped}" if flags_dropped else ""
     for count in SHARD_COUNTS:
         if count < least:
             continue
         cluster = imagine_cluster(where, device, count)
         changes: dict[str, Any] = {"strategy": "fsdp", "on": cluster, "network": None, "gpus": None}
-        changes |= {"compile": False, "sync_batchnorm": False}
+        changes |= {"compile": False, "sync_batchnorm": False, "optimizer_in_backward": False}
         flags = f"--strategy fsdp --on {count}x{_typed_name(device)}{kept}"
         yield flags, changes
         if full:

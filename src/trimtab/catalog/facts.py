@@ -42,6 +42,7 @@ class HostFacts(Facts, frozen=True, kw_only=True):
     dtensor_op_s: float
     dtensor_s: float
     sharded_s: float
+    update_s: float
 
 
 class StepFacts(Facts, frozen=True, kw_only=True):

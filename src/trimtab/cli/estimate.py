@@ -13,13 +13,17 @@ from trimtab.cli.console import Json, console, print_json, print_text
 from trimtab.cli.options import command, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import TrimtabError
+from trimtab.probe.detect import as_cluster
 from trimtab.spec import LossForm, Recompute, Verdict
 from trimtab.spec.requests import EstimateRequest
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
+    from trimtab.errors import NothingFits
     from trimtab.predict.memory import MemoryPeaks
-    from trimtab.spec import Cluster, Device, Estimate, Setting, Trace
+    from trimtab.scripts.estimate import ScriptEstimate
+    from trimtab.spec import Cluster, Device, Estimate, Setting
+    from trimtab.spec.requests import PlanRequest
 
 WORTH_SAYING = 0.01
 """Smaller savings get no line."""
@@ -85,7 +89,7 @@ def _estimate_command(request: EstimateRequest, *, json: bool) -> None:
     else:
         from trimtab import render
 
-        print_text(render.render_script(found))
+        print_text(render.render_script(found, help_lines=help_script(found)))
     if not found.estimate.fits:
         raise typer.Exit(3)
 
@@ -114,29 +118,65 @@ def _estimate(
         )
     if isinstance(first, TrimtabError):
         raise first
-    result, details, trace = first
+    result, details, _ = first
     compared = next((other[0] for other in others if not isinstance(other, TrimtabError)), None)
     lines = () if compared is None else _help_lines(setting, result.process_bytes, compared.process_bytes)
     if not quiet and is_nearly_full(result, device) and has_large_logits(setting, details):
         chunked = setting.replace(loss=LossForm.CHUNKED)
-        other: Any = None
-        if count_loss_pieces(trace) <= MOST_PIECES or api.is_known(request.job, chunked, device, **asked):
-            with progress("tracing the loss in pieces"):
-                (other,) = api.look_at_all(request.job, [chunked], device, where=where, **asked)
+        with progress("tracing the loss in pieces"):
+            (other,) = api.look_at_all(request.job, [chunked], device, where=where, **asked)
         lines += _help_with_logits(details, result.process_bytes, other)
     return result, details, lines
 
 
 LARGE_LOGITS = 0.1
 """Share of the allocated memory from which logits are worth a line."""
-MOST_PIECES = 128
-"""A loss in more pieces takes long to trace: its saving is given as a bound."""
 LOSS_IN_PIECES = (
     "logits and their gradients take {size} of this peak, and --loss chunked is only for causal language "
     "models of transformers. In loss(), give the last hidden states and the weight of the head to "
     "torch.nn.functional.linear_cross_entropy with options=torch.nn.LinearCrossEntropyOptions() (torch "
     "2.13), or to LigerFusedLinearCrossEntropyLoss of liger-kernel: then all logits never exist together"
 )
+PLAN_LOSS_IN_PIECES = (
+    "Logits and their gradients take {size} of the nearest: --pin loss=chunked avoids them for causal "
+    "language models of transformers; in loss() of another job, torch.nn.functional.linear_cross_entropy "
+    "with options=torch.nn.LinearCrossEntropyOptions() (torch 2.13) or LigerFusedLinearCrossEntropyLoss does."
+)
+SCRIPT_LOSS_IN_PIECES = (
+    "logits and their gradients take {size} of this peak. A Trainer of transformers never holds them all "
+    "with use_liger_kernel=True (package liger-kernel), SFTTrainer of TRL also with loss_type='chunked_nll'. "
+    "In a loop of your own, give the last hidden states and the weight of the head to "
+    "torch.nn.functional.linear_cross_entropy with options=torch.nn.LinearCrossEntropyOptions() (torch 2.13)"
+)
+
+
+def help_script(found: ScriptEstimate) -> tuple[str, ...]:
+    """Return what a script can change if its logits are a large part of a peak that nearly fills the GPU."""
+    if not is_nearly_full(found.estimate, found.device) or not has_large_logits(found.setting, found.peaks):
+        return ()
+    return (SCRIPT_LOSS_IN_PIECES.format(size=format_bytes(found.peaks.logits_bytes)),)
+
+
+def add_logits_help(error: NothingFits, request: PlanRequest) -> None:
+    """Add to an error what the logits take in the setting that misses least, and what avoids them."""
+    setting: Setting | None = error.closest
+    if setting is None or request.command:
+        return
+    try:
+        where = as_cluster(request.on)
+        _, details, _ = api.look_closely(
+            request.job,
+            setting,
+            api.first_device(where),
+            where=where,
+            options=request.options,
+            clip=request.clip,
+            cache=request.cache,
+        )
+    except TrimtabError:
+        return
+    if has_large_logits(setting, details):
+        error.cure += f" {PLAN_LOSS_IN_PIECES.format(size=format_bytes(details.logits_bytes))}"
 
 
 def is_nearly_full(result: Estimate, device: Device) -> bool:
@@ -149,23 +189,11 @@ def has_large_logits(setting: Setting, details: MemoryPeaks) -> bool:
     return setting.loss is LossForm.WHOLE and details.logits_bytes > LARGE_LOGITS * details.allocated_bytes
 
 
-def count_loss_pieces(trace: Trace) -> int:
-    """Return how many pieces a loss in pieces would have; the head is the product with the largest result."""
-    from trimtab.engine.chunked_loss import count_pieces
-
-    products = [work.dims for work in trace.works if work.kind == "matrix" and work.dims[0] == 1]
-    _, _, vocabulary, width, *_ = max(products, key=lambda dims: dims[1] * dims[2], default=(1, 1, 1, 1))
-    return count_pieces(vocabulary, width)
-
-
 def _help_with_logits(details: MemoryPeaks, bytes_now: int, chunked: Any) -> tuple[str, ...]:
     """Return what a loss in pieces would save, or what to change in the job if trimtab cannot do it.
 
-    `chunked` is the estimate of the loss in pieces with its details, its error, or None if it was not traced.
+    `chunked` is the estimate of the loss in pieces with its details, or its error.
     """
-    if chunked is None:
-        most = format_bytes(details.logits_bytes)
-        return (f"--loss chunked: up to {most} less, if the job is a causal LM of transformers",)
     if isinstance(chunked, TrimtabError):
         return (LOSS_IN_PIECES.format(size=format_bytes(details.logits_bytes)),)
     bytes_then = chunked[0].process_bytes

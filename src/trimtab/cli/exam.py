@@ -62,6 +62,7 @@ def profile(request: ProfileRequest, *, json: Json = False) -> None:
         strategy="single",
         gpus=1,
         optimizer=request.optimizer,
+        optimizer_in_backward=request.optimizer_in_backward,
         allocator=request.allocator,
     )
     result = api.profile(

@@ -10,9 +10,10 @@ import typer
 from trimtab import api
 from trimtab.cli import INTERRUPTED
 from trimtab.cli.console import Json, print_json, print_text, say
+from trimtab.cli.estimate import add_logits_help
 from trimtab.cli.options import Config, Knobs, Stages, add_knobs, command, stage_folder, state_devices
 from trimtab.cli.progress import progress
-from trimtab.errors import WrongUse
+from trimtab.errors import NothingFits, WrongUse
 from trimtab.spec import Plan
 from trimtab.spec.requests import PlanRequest
 
@@ -57,6 +58,9 @@ def plan(  # noqa: PLR0913 - each is an option
                 result = api.plan(request)
             else:
                 result = api.plan_stages(**request.arguments(), files=stage_folder(stages))
+    except NothingFits as error:
+        add_logits_help(error, request)
+        raise
     except KeyboardInterrupt:
         say(f"stopped before anything that fits was found; {CONTINUES}")
         raise typer.Exit(INTERRUPTED) from None

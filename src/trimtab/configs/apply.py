@@ -137,7 +137,7 @@ def stage_pins(setting: Setting) -> dict[str, Any]:
 def way_pins(setting: Setting) -> dict[str, Any]:
     """Return the pins for what no search changes: the base, the loss, the optimizer and the offload."""
     plain = Setting(micro_batch=1, global_batch=1)
-    pins = {name: getattr(setting, name) for name in ("base", "loss")}
+    pins = {name: getattr(setting, name) for name in ("base", "loss", "optimizer_in_backward")}
     if setting.optimizer_rule is not plain.optimizer_rule:
         pins["optimizer"] = setting.optimizer_rule
     pins = {name: value for name, value in pins.items() if value is not getattr(plain, name)}

@@ -480,6 +480,8 @@ def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
         loss=LossForm(str(facts.get("loss", LossForm.WHOLE))),
         offload=_list_offloads(facts),
         optimizer=OptimizerImplementation(str(facts.get("optimizer", OptimizerImplementation.FUSED))),
+        # On several GPUs it is not estimated, and a warning says so.
+        optimizer_in_backward=count == 1 and facts.get("optimizer_in_backward") == "true",
         optimizer_rule=OptimizerRule(str(facts.get("optimizer_rule", OptimizerRule.JOB))),
         allocator=Allocator(str(facts.get("allocator", Allocator.DEFAULT))),
         workers=reading.number("workers") or 0,

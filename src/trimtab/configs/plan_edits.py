@@ -49,6 +49,7 @@ PLAIN: dict[str, int | str] = {
     "allocator": "default",
     "optimizer": "fused",
     "optimizer_rule": "job",
+    "optimizer_in_backward": "false",
     "base": "none",
     "loss": "whole",
     "offload": "none",
@@ -61,6 +62,7 @@ LABELS = {
     "base": "storage of the frozen weights",
     "optimizer": "implementation of the optimizer",
     "optimizer_rule": "optimizer",
+    "optimizer_in_backward": "optimizer in backward:",
     "offload": "weights and optimizer states on the CPU:",
     "offload_activations": "activations on the CPU:",
 }
@@ -75,6 +77,8 @@ ELSEWHERE = {
     "base": "No key here holds the storage of the frozen weights ({value}): in the job's code, load the "
     "model with quantization_config=BitsAndBytesConfig(...).",
     "optimizer_rule": "No key here names the optimizer: create {value} in the job's code.",
+    "optimizer_in_backward": "No key here updates weights in the backward pass: in the job's code, call the "
+    "optimizer in a hook of Tensor.register_post_accumulate_grad_hook.",
     "loss": "No key here computes the loss in pieces ({value}): in the job's code, use a fused linear "
     "cross-entropy such as Liger's.",
     "offload": "No key here moves {value} to the CPU: in the job's code, shard the model with FSDP's "
@@ -233,6 +237,7 @@ def list_facts(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict
         "offload_activations": format_value(Offload.ACTIVATIONS in setting.offload),
         "optimizer": setting.optimizer.value if runs_as_adamw(setting) else PLAIN["optimizer"],
         "optimizer_rule": setting.optimizer_rule.value,
+        "optimizer_in_backward": format_value(setting.optimizer_in_backward),
         "allocator": setting.allocator.value,
         "rest": setting.mesh.dp_shard,
     }
@@ -612,6 +617,7 @@ def find_differences(
     for name in (
         *("strategy", "gpus", "micro_batch", "accumulation", "global_batch", "precision", "recompute"),
         *("compile", "sync_batchnorm", "base", "loss", "optimizer_rule", "allocator", "workers"),
+        "optimizer_in_backward",
     ):
         ours, other = getattr(planned, name), getattr(got, name)
         if ours != other and not (name == "workers" and ours == 0):

@@ -80,6 +80,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "offload": ("none", Offload.PARAMS.value, Offload.OPTIMIZER.value, BOTH),
     "offload_activations": ("false", "true"),
     "optimizer_rule": tuple(member.value for member in OptimizerRule),
+    "optimizer_in_backward": ("false", "true"),
     "recompute": tuple(member.value for member in Recompute),
     "compile": ("false", "true"),
     "sync_batchnorm": ("false", "true"),

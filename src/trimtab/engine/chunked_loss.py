@@ -10,14 +10,23 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import functional
+
+from trimtab.engine.liger_loss import check_liger, fused_linear_loss
 from trimtab.errors import WrongUse
 from trimtab.jobs.head import IGNORE_INDEX, mean_token_loss, weighted_token_loss
 from trimtab.spec import LossForm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
 
+USUAL_PIECES = 8
+MOST_PIECES = 128
+LARGEST_PIECE = 512 * 2**20
+"""Most bytes of the logits of a piece in fp32, for one sample."""
 CHANGED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config entries of models that change the logits before the loss."""
 
@@ -40,7 +49,10 @@ def apply_loss_form(model: nn.Module, form: LossForm) -> None:
             found=f"{type(found).__name__} changes its logits before the loss ({changed[0]})",
             cure="Leave --loss out.",
         )
-    _compute_in_pieces(found)
+    if form is LossForm.LIGER:
+        head: Any = found.lm_head
+        check_liger(head.weight)
+    _compute_in_pieces(found, sum_fused if form is LossForm.LIGER else sum_pieces)
 
 
 def _has_own_loss(module: nn.Module) -> bool:
@@ -60,16 +72,28 @@ def _changes_logits(module: nn.Module, name: str) -> bool:
     return getattr(config, name, None) not in (None, 1, 1.0)
 
 
-def count_pieces(vocabulary: int, width: int) -> int:
-    """Return the pieces of the tokens: the logits of a piece then take about the memory of all hidden states.
+def count_pieces(vocabulary: int, width: int, tokens: int) -> int:
+    """Return the pieces of the tokens of samples of that length.
 
-    >>> count_pieces(128256, 4096), count_pieces(32000, 4096), count_pieces(1000, 4096)
-    (32, 8, 1)
+    Each piece reads and writes the gradient of the head, so few pieces are faster: 8, or fewer if the logits
+    are hardly larger than the hidden states. Long samples get more, so that a piece of one has at most 512
+    MiB of logits in fp32. The micro-batch makes pieces longer, not more: the program is always the same.
+
+    >>> [count_pieces(128_256, 4096, tokens) for tokens in (2048, 8192, 32_768, 131_072)]
+    [8, 8, 32, 128]
+    >>> count_pieces(1000, 4096, 2048), count_pieces(16_000, 4096, 2048)
+    (1, 4)
     """
-    return 1 << max(0, (-(-vocabulary // width) - 1).bit_length())
+    usual = min(USUAL_PIECES, _round_up(-(-vocabulary // width)))
+    return max(usual, min(MOST_PIECES, _round_up(-(-4 * tokens * vocabulary // LARGEST_PIECE))))
 
 
-def _compute_in_pieces(module: Any) -> None:
+def _round_up(count: int) -> int:
+    """Return the next power of two."""
+    return 1 << max(0, (count - 1).bit_length())
+
+
+def _compute_in_pieces(module: Any, sum_losses: Callable[..., torch.Tensor]) -> None:
     head, forward, whole_loss = module.lm_head, module.forward, module.loss_function
     takes = inspect.signature(forward)
     state = {"pieces": False}
@@ -96,14 +120,14 @@ def _compute_in_pieces(module: Any) -> None:
         if not state["pieces"]:
             whole: torch.Tensor = whole_loss(logits, labels, *args, **kwargs)
             return whole
-        return _sum_pieces(logits, head.weight, labels, **kwargs)
+        return sum_losses(logits, head.weight, labels, **kwargs)
 
     module.forward = forward_in_pieces
     head.forward = pass_on
     module.loss_function = loss_in_pieces
 
 
-def _sum_pieces(  # noqa: PLR0913 - the keywords are those of transformers
+def sum_pieces(  # noqa: PLR0913 - the keywords are those of transformers
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -119,8 +143,28 @@ def _sum_pieces(  # noqa: PLR0913 - the keywords are those of transformers
     targets = shift_labels.to(hidden.device)
     if ignore_index != IGNORE_INDEX:
         targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
-    pieces = count_pieces(weight.shape[0], weight.shape[1])
+    pieces = count_pieces(weight.shape[0], weight.shape[1], hidden.shape[-2])
     if num_items_in_batch is None:
         return mean_token_loss(hidden, weight, targets, pieces=pieces)
     shares = (targets != IGNORE_INDEX).to(hidden.dtype) / num_items_in_batch
     return weighted_token_loss(hidden, weight, targets, shares.float(), pieces=pieces)
+
+
+def sum_fused(  # noqa: PLR0913 - the keywords are those of transformers
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: Any = None,
+    ignore_index: int = IGNORE_INDEX,
+    **_: Any,
+) -> torch.Tensor:
+    """Return the loss of `sum_pieces` by Liger's kernels, which get all tokens: the last ones are ignored."""
+    if shift_labels is None:
+        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.to(hidden.device)
+    if ignore_index != IGNORE_INDEX:
+        targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
+    loss = fused_linear_loss(hidden, weight, targets, mean=num_items_in_batch is None)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -21,6 +21,8 @@ from trimtab.engine.float8 import convert_linear_layers
 from trimtab.engine.fsdp import move_module, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
 from trimtab.engine.gradients import Gradients, LocalGradients, Reducer
+from trimtab.engine.in_backward import InBackwardGradients, read_loss
+from trimtab.engine.in_backward_rules import refuse_in_backward
 from trimtab.engine.offload_rules import refuse_state_offload, runs_host_optimizer
 from trimtab.engine.optimizer import choose_implementation, make_optimizers, use_foreach_for_shards
 from trimtab.engine.optimizer_offload import HostGradients, HostOptimizer
@@ -121,6 +123,7 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
     With `stage`, keep only the blocks of that pipeline stage.
     """
     refuse_partial_model(job, setting)
+    refuse_in_backward(setting, job)
     stages: list[TracedStage] = []
 
     def install_stage(model: nn.Module) -> None:
@@ -317,6 +320,8 @@ def _make_phases(  # noqa: PLR0913 - state of arrange_model()
         own = list_parameters(group) if switch.is_used else parameters
         beside = phases[0].gradients if phases else None
         gradients = _make_gradients(model, setting, device, own, reduced, mid_backward, statistics, beside)
+        if setting.optimizer_in_backward:
+            gradients = InBackwardGradients(own, group)
         if isinstance(gradients, HostGradients):
             find = gradients.find
             group = [  # noqa: PLW2901 - the same optimizers, on the host
@@ -329,9 +334,14 @@ def _make_phases(  # noqa: PLR0913 - state of arrange_model()
 def _refuse_several_losses(setting: Setting, count: int) -> None:
     """Raise if a setting cannot run several losses in turn."""
     is_synchronised = setting.sync_batchnorm and setting.gpus > 1
-    if count < 2 or not (setting.compile or is_synchronised):  # noqa: PLR2004 - several
+    options = {
+        "compile": setting.compile,
+        "sync_batchnorm": is_synchronised,
+        "optimizer_in_backward": setting.optimizer_in_backward,
+    }
+    option = next((name for name, is_used in options.items() if is_used), "")
+    if count < 2 or not option:  # noqa: PLR2004 - several
         return
-    option = "compile" if setting.compile else "sync_batchnorm"
     raise WrongUse(
         f"{option} for a job with {count} losses",
         found=f"its optimizers have their own losses, which trimtab does not run with {option}",
@@ -416,6 +426,7 @@ def run_step(
     If the job has several losses, all of them are computed, in turn. `between` is called between the forward
     and the backward pass of each micro-batch.
     """
+    refuse_in_backward(state.setting, clip=clip)
     losses = []
     for phase in state.phases:
         phase.enter()
@@ -447,11 +458,15 @@ def _run_phase(
         loss = compute_loss(state, batch, phase.loss)
         if between is not None:
             between()
+        if isinstance(phase.gradients, InBackwardGradients):
+            # Training reads the loss here: a bad one must not update any weight.
+            read_loss(loss)
         _backward(state, loss, scale / count)
         losses.append(loss.detach())
         del loss
     phase.gradients.finish_attempt(None, count)
-    update_weights(state, phase, scale, clip)
+    if not isinstance(phase.gradients, InBackwardGradients):
+        update_weights(state, phase, scale, clip)
     return losses[0] if count == 1 else torch.stack(losses).mean()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.engine.in_backward_rules import find_in_backward_refusal
 from trimtab.errors import NothingFits, TrimtabError, WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.explanations import (
@@ -18,7 +19,7 @@ from trimtab.planner.explanations import (
     write_recommendation,
 )
 from trimtab.planner.mixed_devices import search_mixed
-from trimtab.planner.pins import read_ways
+from trimtab.planner.pins import IN_BACKWARD, read_ways
 from trimtab.planner.search import (
     MARGIN,
     RECOMPUTES,
@@ -196,7 +197,7 @@ def _format_way(value: object) -> str:
     return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
-REASONED = ("base", "loss", "offload", "optimizer_rule")
+REASONED = ("base", "loss", "offload", "optimizer_rule", IN_BACKWARD)
 """Fields of a setting that get a reason only if they are not as usual."""
 
 
@@ -204,7 +205,7 @@ def _list_ways(question: PlanQuestion, estimator: Estimator, best: Evaluation) -
     """Yield what each way to fit that the plan does not use would buy, at the same micro-batch."""
     for way in list_relevant(best, question.policy):
         setting = change_setting(best.setting, way)
-        if setting == best.setting:
+        if setting == best.setting or find_in_backward_refusal(setting) is not None:
             continue
         try:
             estimate = estimator.estimate(setting, best.layout)

@@ -45,7 +45,7 @@ STATIC_SLACK = 0.98
 EVENNESS = 0.95
 """A sample takes at least this share of its time at the largest traced micro-batch. Larger micro-batches are
 faster per sample, except for the last wave of blocks on the multiprocessors."""
-NOT_COMPUTE = ("collective", "transfer", "wait")
+NOT_COMPUTE = ("collective", "transfer", "wait", "optimizer")
 """Kinds of operations that a bound on compute time leaves out."""
 UNUSED = frozenset({"workers", "shares"})
 """Fields of a Setting that no estimate depends on."""

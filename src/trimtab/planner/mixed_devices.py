@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trimtab.engine.in_backward_rules import NOT_SPREAD
 from trimtab.errors import TrimtabError
 from trimtab.planner.batch_split import divide_evenly, divide_in_proportion, list_splits, make_share
 from trimtab.planner.estimator_interface import Layout, available_bytes
-from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, has_budget, read_ways
+from trimtab.planner.pins import IN_BACKWARD, NOT_COMPILED_SYNCHRONISED, has_budget, read_ways
 from trimtab.planner.search import Evaluation
 from trimtab.planner.space import TRACED_RECOMPUTES, can_run, count_workers
 from trimtab.spec import Allocator, Offload, Precision, Recompute, Rejection, Setting
@@ -53,7 +54,7 @@ def search_mixed(space: Space, estimator: Estimator) -> tuple[list[Evaluation], 
     return seen, refused
 
 
-def _explain_unfit(space: Space, layout: Layout) -> str:
+def _explain_unfit(space: Space, layout: Layout) -> str:  # noqa: PLR0911 - one way out for each reason
     """Return why a layout cannot divide the batch by speed; an empty string if it can."""
     if layout.gpus > space.workload.global_batch:
         return f"more GPUs than the global batch of {space.workload.global_batch} has samples"
@@ -64,6 +65,8 @@ def _explain_unfit(space: Space, layout: Layout) -> str:
         return NOT_COMPILED_SYNCHRONISED
     if has_budget(space.policy.pins):
         return "recompute by a budget: every micro-batch would have to be compiled to be estimated"
+    if read_ways(space.policy.pins).get(IN_BACKWARD):
+        return f"{IN_BACKWARD}: {NOT_SPREAD}"
     fixed = [key for key in ("micro_batch", "accumulation") if key in space.policy.pins]
     if fixed:
         return f"different GPUs take different micro-batches, and {fixed[0]} is pinned"

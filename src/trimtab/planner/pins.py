@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trimtab.engine import in_backward_rules
 from trimtab.errors import UnknownName, WrongUse, find_nearest
 from trimtab.spec import (
     Allocator,
@@ -35,10 +36,11 @@ CHOICES: dict[str, Any] = {
 }
 COUNTS = {"gpus": 1, "data_parallel": 1, "micro_batch": 1, "accumulation": 1, "workers": 0}
 """Whole numbers with their minimum."""
-SWITCHES = ("compile", "sync_batchnorm")
+SWITCHES = ("compile", "sync_batchnorm", "optimizer_in_backward")
 """True or false."""
 OFFLOAD = "offload"
 """Words separated by commas."""
+IN_BACKWARD = "optimizer_in_backward"
 KEYS = (*CHOICES, OFFLOAD, *COUNTS, *SWITCHES)
 BOOLEANS = {
     "true": True,
@@ -79,6 +81,8 @@ def read_ways(pins: Mapping[str, Any]) -> dict[str, Any]:
         ways["loss"] = LossForm(pins["loss"])
     if OFFLOAD in pins:
         ways[OFFLOAD] = read_offload(str(pins[OFFLOAD]))
+    if IN_BACKWARD in pins:
+        ways[IN_BACKWARD] = BOOLEANS[str(pins[IN_BACKWARD]).lower()]
     return ways | read_optimizer(str(pins.get("optimizer") or ""))
 
 
@@ -182,7 +186,32 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
         wrong.append(
             (BUDGET_IS_COMPILED, "pin compile=true, or recompute=selective or another way without a budget")
         )
+    wrong += _check_in_backward(pins, workload)
     return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)
+
+
+def _check_in_backward(pins: Mapping[str, Any], workload: Workload) -> list[tuple[str, str]]:
+    """Return the pins that contradict updates in the backward pass."""
+    ways = read_ways(pins)
+    if not ways.get(IN_BACKWARD):
+        return []
+    splits = (pins.get("accumulation") or 1) > 1
+    splits = splits or (pins.get("micro_batch") or workload.global_batch) < workload.global_batch
+    strategy = STRATEGIES.get(str(pins.get("strategy")))
+    spread = (pins.get("gpus") or 1) > 1 or (strategy is not None and strategy.needs_several_gpus)
+    contradictions = {
+        in_backward_rules.NOT_SPREAD: spread,
+        in_backward_rules.NOT_ACCUMULATED: splits,
+        in_backward_rules.NOT_SCALED: "precision" in pins and Precision(pins["precision"]).dtypes.scales_loss,
+        in_backward_rules.NOT_COMPILED: pins.get("compile"),
+        in_backward_rules.NOT_OFFLOADED: {Offload.PARAMS, Offload.OPTIMIZER} & {*ways.get(OFFLOAD, ())},
+        in_backward_rules.NOT_CACHED: workload.cached,
+    }
+    return [
+        (f"{IN_BACKWARD}=true: {why}", f"leave {IN_BACKWARD} or the other out")
+        for why, is_given in contradictions.items()
+        if is_given
+    ]
 
 
 def _check_batch(pins: Mapping[str, Any], global_batch: int) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.devices import explain_no_products, has_products
+from trimtab.engine.in_backward_rules import NOT_ACCUMULATED, NOT_COMPILED, find_in_backward_refusal
 from trimtab.engine.offload_rules import find_refusal
 from trimtab.errors import WrongUse
 from trimtab.planner import batch_loss_rules
@@ -14,6 +15,7 @@ from trimtab.planner.batch_split import find_split, list_splits
 from trimtab.planner.estimator_interface import Layout, available_bytes
 from trimtab.planner.pins import (
     BUDGET_OF_ONE_DEVICE,
+    IN_BACKWARD,
     NOT_COMPILED_OFFLOADED,
     NOT_COMPILED_SYNCHRONISED,
     find_contradictions,
@@ -160,6 +162,7 @@ SLICES_APART = (
     "several MIG slices: a process sees one of them, and NCCL does not join them; each can run a job "
     "of its own"
 )
+NOT_COMPILED_IN_BACKWARD = f"{IN_BACKWARD} compiled: {NOT_COMPILED}"
 BatchSplit = tuple[int, int]
 """Micro-batch and accumulation."""
 
@@ -455,6 +458,8 @@ def _list_families(
         rules = STRATEGIES[strategy]
         refused = refused or (rules.why_not_synchronised if synchronised else "")
         refused = refused or _refuse_budget(pins, strategy, mesh)
+        in_backward = bool(ways_of_pins.get(IN_BACKWARD))
+        refused = refused or _explain_in_backward(strategy, mesh, precision, in_backward=in_backward)
         refused = refused or _explain_offload(strategy, layout.gpus, pins)
         if refused:
             refusals.add(refused, ways)
@@ -471,7 +476,8 @@ def _list_families(
         refusals.add(NOT_COMPILED_SYNCHRONISED, len(recomputes) * (tied and True in compiles))
         stored = Offload.ACTIVATIONS in ways_of_pins.get("offload", ())
         refusals.add(NOT_COMPILED_OFFLOADED, len(recomputes) * (stored and True in compiles))
-        only_eager = bool(why_not_compiled) or stored
+        refusals.add(NOT_COMPILED_IN_BACKWARD, len(recomputes) * (in_backward and True in compiles))
+        only_eager = bool(why_not_compiled) or stored or in_backward
         usable = [False] if only_eager else [compiled for compiled in compiles if not (compiled and tied)]
         tried = [
             way
@@ -497,6 +503,20 @@ def _list_families(
                     sync_batchnorm=synchronised,
                     splits=tuple(members),
                 )
+
+
+def _explain_in_backward(strategy: Strategy, mesh: Mesh, precision: Precision, *, in_backward: bool) -> str:
+    """Return why weights cannot be updated in the backward pass; empty if they can."""
+    setting = Setting(
+        strategy=strategy,
+        mesh=mesh,
+        micro_batch=1,
+        global_batch=mesh.data_parallel,
+        precision=precision,
+        optimizer_in_backward=in_backward,
+    )
+    refusal = find_in_backward_refusal(setting)
+    return "" if refusal is None else f"{strategy} with {IN_BACKWARD}: {refusal.found}"
 
 
 def _explain_offload(strategy: Strategy, gpus: int, pins: Mapping[str, Any]) -> str:
@@ -540,10 +560,14 @@ def _list_family_splits(
         for split in _list_legal_splits(workload.global_batch, mesh.data_parallel, policy)
         if split[0] <= most
     ]
-    if not workload.is_indivisible:
+    in_backward = bool(read_ways(policy.pins).get(IN_BACKWARD))
+    if not workload.is_indivisible and not in_backward:
         return splits
     smaller = [split for split in splits if split[1] > 1]
-    refusals.add(batch_loss_rules.explain_uncut_batch(workload), len(smaller) * ways)
+    why = f"{IN_BACKWARD}: {NOT_ACCUMULATED}"
+    if workload.is_indivisible:
+        why = batch_loss_rules.explain_uncut_batch(workload)
+    refusals.add(why, len(smaller) * ways)
     return [split for split in splits if split[1] == 1]
 
 

@@ -71,6 +71,7 @@ def make_nothing_fits(  # noqa: PLR0913 - what a plan depends on, and what was f
         cure=_describe_changes(changes),
     )
     error.nearest = changes
+    error.closest = None if near is None else near.setting
     return error
 
 

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
-from trimtab.planner.pins import read_ways
+from trimtab.planner.pins import IN_BACKWARD, read_ways
 from trimtab.spec import Recompute
 from trimtab.units import format_bytes
 
@@ -68,6 +68,13 @@ WAYS = (
         pins={"optimizer": "adamw8bit"},
         allow="optimizer",
         is_large=lambda parts: parts.optimizer > LARGE * _total(parts),
+    ),
+    WayToFit(
+        name="optimizer in backward",
+        pins={IN_BACKWARD: "true"},
+        allow="optimizer",
+        is_large=lambda parts: parts.gradients > LARGE * _total(parts),
+        compiles=False,
     ),
     WayToFit(
         name="nf4 base",
@@ -130,9 +137,11 @@ def list_variants(policy: Policy, *, allowed: bool) -> Iterator[tuple[WayToFit, 
 
 
 def _are_at_odds(ways: Iterable[WayToFit]) -> bool:
-    """Whether an optimizer would be on the CPU that runs on a GPU only."""
+    """Whether an optimizer would be on the CPU that runs on a GPU only, or in the backward pass."""
     pins = join_pins(ways)
-    return "offload" in pins and "optimizer" in pins
+    return "offload" in pins and (
+        "optimizer" in pins or (IN_BACKWARD in pins and "optimizer" in pins["offload"])
+    )
 
 
 def join_pins(ways: Iterable[WayToFit]) -> dict[str, str]:

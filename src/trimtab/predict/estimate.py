@@ -55,6 +55,10 @@ UNEXPLAINED_LOSSES = (
     "steps than in eager mode; on a CPU (torch 2.13) they agree. The cause is not known, so compare yours "
     "before you train"
 )
+CALLS_NOT_MEASURED = (
+    "time: what the host needs to call the optimizer for each weight in the backward pass was not measured "
+    "beside a GPU"
+)
 
 
 def find_mfu_reference(kind: str | None, device: Device, dtypes: Dtypes) -> MfuReference | None:
@@ -269,6 +273,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     notes = _list_time_notes(trace, setting, device, pace, fusing=fusing)
     if setting.offload:
         notes.append(link.describe())
+    notes += [CALLS_NOT_MEASURED] * setting.optimizer_in_backward
     notes += strategy_of(setting).time_assumptions
     if not alone:
         notes.append("time: collectives by the bandwidth of the links, not measured")

@@ -82,10 +82,14 @@ def list_host_assumptions(setting: Setting, host: HostMemory | None, links: Link
     if host.capacity_bytes is None:
         notes.append("host memory: that of the nodes is unknown; state it with --host-memory 512GiB")
     if links is not None and has_state_on_host(setting):
-        overlap = "beside the computation" if strategy_of(setting).is_sharded else "before and after it"
+        copied = (
+            "weights and gradients are copied beside the computation"
+            if strategy_of(setting).is_sharded
+            else "the computation waits for copies of gradients and updated weights"
+        )
         notes.append(
-            f"offload: weights and gradients are copied {overlap}; the optimizer on the CPU uses "
-            f"{links.host_memory / 1e9:.3g} GB/s of host memory a process, which was not measured"
+            f"offload: {copied}; the optimizer on the CPU uses {links.host_memory / 1e9:.3g} GB/s of host "
+            "memory a process, which was not measured"
         )
     return notes
 

@@ -19,7 +19,7 @@ from trimtab.predict.host_memory import offloaded_state_s
 from trimtab.predict.memory import gradient_sizes
 from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
-from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE, SHARDED, WRAPPED
+from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE, SHARDED, UPDATE_CALL, WRAPPED
 from trimtab.strategies import strategy_of
 from trimtab.strategies.base import Traffic
 
@@ -46,6 +46,7 @@ class HostCosts(NamedTuple):
     dtensor_op_s: float = 0.0
     dtensor_s: float = 0.0
     sharded_s: float = 0.0
+    update_s: float = 0.0
 
 
 def scale_host_costs(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
@@ -90,7 +91,8 @@ def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
         cost = costs.get(id(work))
         if cost is None:
             launch = _host_seconds(work, host, backward=behind, after=after, compiled=in_graph)
-            if selective and work.kind == "call" and not in_graph and not after:
+            is_module = work.kind == "call" and work.op != UPDATE_CALL
+            if selective and is_module and not in_graph and not after:
                 launch += facts.selective_s
             cost = costs[id(work)] = launch, _device_seconds(work, pace, facts.gap_s)
         launch, device_s = cost
@@ -145,6 +147,8 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
         return host.dtensor_op_s + work.dims[0] * host.dtensor_s
     if work.op == SHARDED:
         return work.dims[0] * host.sharded_s
+    if work.op == UPDATE_CALL:
+        return host.update_s
     if work.kind == "call":
         return 0.0 if compiled else host.call_s
     if work.kind == "wait":

@@ -46,6 +46,7 @@ SEEN_FACTS = (
     "base",
     "optimizer",
     "optimizers",
+    "optimizer_in_backward",
     "recompute",
     "compile",
     "gpus",
@@ -236,6 +237,7 @@ def describe_setting(
         recompute=Recompute.FULL if "recompute" in seen else Recompute.NONE,
         compile="compile" in seen,
         optimizer=_implementation(seen),
+        optimizer_in_backward="optimizer_in_backward" in seen,
         allocator=_allocator(command),
     )
     notes += _note_lengths(result)

@@ -1,6 +1,7 @@
 """Watch a script train: where its steps begin and end, what it uses, and when it has shown enough.
 
-A step ends when the optimizer that stepped first has stepped again. Between two steps there may be several
+A step ends when the optimizer that stepped first has stepped again. If hooks call optimizers in the backward
+pass, it ends with that pass. Between two steps there may be several
 backward passes. If they repeat the same work, they are the micro-batches of gradient accumulation: after
 two of them the others are skipped, because they need the same memory and the same time.
 """
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trimtab.engine.quantize import count_weights
 from trimtab.spec import PARTS, ScriptFact, Trace
 from trimtab.trace.fake_cuda import is_library_file
-from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK, OWN_FOLDER
+from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK, OWN_FOLDER, UPDATE_WORK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,6 +183,8 @@ class Observer:
     notes: dict[str, None] = field(default_factory=dict)
     _first: int = 0
     """Id of the optimizer that stepped first."""
+    _updated: Any = None
+    """The optimizer that stepped first in the current backward pass; None if none did."""
     _depth: int = 0
     _names: dict[int, str] = field(default_factory=dict)
     _main: int = field(default_factory=threading.get_ident)
@@ -388,9 +391,12 @@ class Observer:
         self._backward_depth -= 1
         if self._backward_depth or "step0" not in self.recorder.marks:
             return
+        updated, self._updated = self._updated, None
         if self.is_over:
             self._call_number = 0
             self._inputs = []
+            if updated is not None:
+                self._finish_step(updated)
             return
         self.passes += 1
         sequence = self.recorder.sequence
@@ -406,6 +412,9 @@ class Observer:
             )
         self._call_number = 0
         self._inputs = []
+        if updated is not None:
+            self.label_weights()
+            self._finish_step(updated)
 
     def _note_optimizer(self, optimizer: Any) -> None:
         self.note_precision(is_last=True)
@@ -439,8 +448,27 @@ class Observer:
         """Note that an optimizer has stepped; None if the script changes its parameters without one."""
         if "step0" not in self.recorder.marks:
             return
+        if self._backward_depth:
+            self._note_update_in_backward(optimizer)
+            return
         self.label_weights()
         self._note_optimizer(optimizer)
+        self._finish_step(optimizer)
+
+    def _note_update_in_backward(self, optimizer: Any) -> None:
+        """Note that a hook has called an optimizer; the step ends with the backward pass."""
+        self._updated = self._updated or optimizer
+        if self.is_over:
+            return
+        self._note_optimizer(optimizer)
+        self.learn(
+            "optimizer_in_backward", "true", "a hook of a parameter calls the optimizer in the backward pass"
+        )
+        if self.recorder.records_work:
+            self.recorder.add_work(UPDATE_WORK)
+
+    def _finish_step(self, optimizer: Any) -> None:
+        """End a step if this is the optimizer that stepped first."""
         self._first = self._first or id(optimizer)
         if id(optimizer) != self._first:
             return

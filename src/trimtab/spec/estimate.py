@@ -214,6 +214,9 @@ class Estimate(Noun, frozen=True, kw_only=True):
         Either it fits, or `fits` is false and the verdict stays None: see `trimtab.predict.capacity`.
         """
         shortage = self.host.shortage if self.host is not None else ""
+        if shortage and self.least_possible_bytes > capacity_bytes:
+            least = format_bytes(self.least_possible_bytes)
+            shortage += f"; the GPU needs {least} or more, and has {format_bytes(capacity_bytes)}"
         if shortage:
             return self.replace(
                 capacity_bytes=capacity_bytes,

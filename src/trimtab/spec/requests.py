@@ -169,7 +169,7 @@ BaseName = Annotated[
 LossName = Annotated[
     str,
     option(
-        "How a language model computes its loss: whole, or chunked (all logits never exist together).",
+        "How a language model computes its loss: whole; chunked or liger (all logits never exist together).",
         metavar="FORM",
     ),
 ]
@@ -188,6 +188,12 @@ OptimizerName = Annotated[
         "Optimizer instead of the job's own (adamw, adamw-bf16, adamw8bit, paged-adamw8bit, paged-adamw, "
         "lion, lion8bit, adamw8bit-ao, adamw4bit, adamw-fp8, adafactor, muon, sgd), or the implementation "
         "of the job's own: fused, foreach or plain."
+    ),
+]
+InBackward = Annotated[
+    bool,
+    option(
+        "Update each weight in the backward pass, as soon as its gradient is complete, and free the gradient."
     ),
 ]
 AllocatorName = Annotated[str, option("Mode of PyTorch's CUDA allocator: default or expandable.")]
@@ -355,6 +361,7 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     strategy: StrategyName = "single"
     gpus: GpuCount = None
     optimizer: OptimizerName = "fused"
+    optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
     sync_batchnorm: SyncBatchnorm = False
     clip: Clip = None
@@ -388,6 +395,7 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     strategy: StrategyName = "single"
     gpus: GpuCount = None
     optimizer: OptimizerName = "fused"
+    optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
     sync_batchnorm: SyncBatchnorm = False
     clip: Clip = None
@@ -408,6 +416,7 @@ class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
     offload: OffloadWords = "none"
     compile: Compile = False
     optimizer: OptimizerName = "fused"
+    optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
     clip: Clip = None
     options: JobOptions = None
@@ -446,8 +455,8 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
         str | Words,
         option(
             "What the plan may change besides its own choices, separated by commas: quantised (frozen layers "
-            "in 4 bits), optimizer (states in 8 bits), offload (activations, or weights and optimizer, on "
-            "the host).",
+            "in 4 bits), optimizer (states in 8 bits, updates in the backward pass), offload (activations, "
+            "or weights and optimizer, on the host).",
             metavar="WORDS",
         ),
     ] = ""

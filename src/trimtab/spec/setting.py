@@ -144,6 +144,8 @@ class LossForm(StrEnum):
     """As the job computes it."""
     CHUNKED = "chunked"
     """Logits of a part of the tokens at a time, so that all of them never exist together."""
+    LIGER = "liger"
+    """The same by the kernels of Liger: gradients take the memory of the logits."""
 
 
 class Offload(StrEnum):
@@ -271,6 +273,8 @@ class Setting(Noun, frozen=True, kw_only=True):
     optimizer: OptimizerImplementation = OptimizerImplementation.FUSED
     optimizer_rule: OptimizerRule = OptimizerRule.JOB
     """Which optimizer, if not the job's own."""
+    optimizer_in_backward: bool = False
+    """Whether each weight is updated in the backward pass, as soon as its gradient is complete."""
     allocator: Allocator = Allocator.DEFAULT
     workers: int = 0
     """Data loader processes per rank."""

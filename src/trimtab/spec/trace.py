@@ -34,6 +34,8 @@ EMPTY_CACHE = "empty_cache"
 WRAPPED, SHARDED = "DTensor", "FSDP"
 """Names of calls whose first dimension is a number of tensors: the DTensors of an operation, and the
 parameters that fully_shard gathers or whose gradients it reduces."""
+UPDATE_CALL = "optimizer step"
+"""Name of the calls of an optimizer in the backward pass, for one weight each."""
 GRADIENT = "gradient"
 """Name of the allocations of 0 bytes that mark when a parameter's gradient is complete."""
 STATISTICS = "sync_batchnorm"

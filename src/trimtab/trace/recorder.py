@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
-from trimtab.spec.trace import EMPTY_CACHE, ENTER, GRADIENT, LEAVE, SEARCH
+from trimtab.spec.trace import EMPTY_CACHE, ENTER, GRADIENT, LEAVE, SEARCH, UPDATE_CALL
 from trimtab.trace.fake_cuda import FakeStream
 from trimtab.trace.fake_ops import PARTS_ATTRIBUTE, is_sparse, list_storage_tensors
 from trimtab.trace.op_cost import FIND_POSITIONS, describe_work, needs_positions
@@ -79,6 +79,8 @@ def is_view_op(func: Any) -> bool:
 
 CALL_WORK = Work(op="call", kind="call", dtype="", kernels=0)
 ENTER_WORK, LEAVE_WORK = (Work(op=op, kind="call", dtype="", kernels=0) for op in (ENTER, LEAVE))
+UPDATE_WORK = Work(op=UPDATE_CALL, kind="call", dtype="", kernels=0)
+"""A call of an optimizer in the backward pass, for one weight."""
 PLAIN_TYPES = (FakeTensor,)
 UNSHARED_USE_COUNT = 2
 """Use count of a storage that belongs to one tensor: that tensor, and the Python object that reads it."""

@@ -443,9 +443,13 @@ def _blame_hook(member: str, hook: Callable[[Any], Any]) -> Callable[[Any], None
 def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
     """Label gradient tensors, or watch where they are allocated; return the names of parameters by id."""
     from trimtab.engine.gradients import LocalGradients
+    from trimtab.engine.in_backward import InBackwardGradients
 
     names = {id(parameter): name for name, parameter in state.model.named_parameters()}
     for phase in state.phases:
+        if isinstance(phase.gradients, InBackwardGradients):
+            # Such a gradient does not exist any more when others are labelled, after the step.
+            phase.gradients.before_update = lambda parameter: _note_update(recorder, parameter, names)
         if isinstance(phase.gradients, LocalGradients):
             for parameter in phase.parameters:
                 recorder.watch_gradient(parameter, names[id(parameter)])
@@ -453,6 +457,16 @@ def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
             for gradient in phase.gradients.local_gradients():
                 recorder.relabel(gradient, "gradients")
     return names
+
+
+def _note_update(recorder: Any, parameter: Any, names: dict[int, str]) -> None:
+    """Label a gradient that is freed after its update, and count the call of the optimizer."""
+    from trimtab.trace.recorder import UPDATE_WORK
+
+    if parameter.grad is not None:
+        recorder.relabel(parameter.grad, "gradients", names[id(parameter)])
+    if recorder.records_work:
+        recorder.add_work(UPDATE_WORK)
 
 
 def _note_double_backward(kernels: Any) -> None:

@@ -85,6 +85,10 @@ COMPARED_SAMPLES = 2
 """Samples of the batch() that dataset() is compared with: some jobs cannot make a batch of one."""
 OPTIMIZER_STATES = 2
 """Optimizer state tensors per parameter that the disk check assumes, as in Adam."""
+SAVED_FIRST = (
+    "optimizer in backward: a step that runs out of memory halfway goes back to the last checkpoint, "
+    "so one is saved before the first step"
+)
 MEMORY_INTERVAL_S = 0.5
 """Seconds between two measurements of peak memory."""
 
@@ -273,6 +277,10 @@ class TrainingLoop:
             self.events.folder.rewind(0)
             if task.begin_from:
                 self._load_weights(Path(task.begin_from))
+            if self.plan.choice.optimizer_in_backward:
+                # A step that fails halfway has no other way back.
+                self.events.step_log.say(SAVED_FIRST)
+                self._save(0, None)
         self.saved_s = time.monotonic()
 
     def _load_weights(self, folder: Path) -> None:
@@ -451,7 +459,7 @@ class TrainingLoop:
         done = window.step + 1
         before = done
         if outcome.rollback_needed:
-            why = "the optimizer of a rank was interrupted halfway"
+            why = outcome.skipped
         elif not outcome.skipped:
             self.bad_steps.record_good(outcome.loss)
             self.loss = outcome.loss

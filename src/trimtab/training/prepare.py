@@ -19,6 +19,8 @@ from trimtab.engine.build import (
     use_build_defaults,
 )
 from trimtab.engine.compile import CompileSwitch
+from trimtab.engine.in_backward import InBackwardGradients
+from trimtab.engine.in_backward_rules import refuse_in_backward
 from trimtab.engine.optimizer import ONLY, NamedOptimizer, choose_implementation, make_optimizers
 from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import torch_dtype
@@ -146,6 +148,7 @@ def prepare(
     """Build or take the model, place and cast it, distribute it over ranks, compile it."""
     setting, groups = request.setting, request.groups
     refuse_partial_model(request.job, setting)
+    refuse_in_backward(setting, request.job, request.clip)
     device = torch.device(request.world.device)
     sharded = strategy_of(setting).is_sharded
     model, branch, own = _place_model(request, device)
@@ -179,6 +182,9 @@ def prepare(
     )
     share = bounds[groups.data_rank + 1] - bounds[groups.data_rank]
     planned = setting.shares[groups.data_rank].micro_batch if setting.shares else setting.micro_batch
+    for phase in arranged.phases:
+        if isinstance(phase.gradients, InBackwardGradients):
+            phase.gradients.measures_norm = True
     first, *others = [
         _PhaseFields(
             phase=phase,
@@ -186,7 +192,8 @@ def prepare(
                 *(named.optimizer for named in phase.optimizers),
                 clip=request.clip if request.clip is not None else getattr(request.job, "clip", None),
                 sharded=sharded,
-                cuda=device.type == "cuda",
+                # In the backward pass, weights are updated before the device knows of the whole step.
+                cuda=device.type == "cuda" and not setting.optimizer_in_backward,
             ),
             gradients=phase.gradients,
             loss=phase.loss or request.loss or _job_loss(request.job, branch),

@@ -380,7 +380,8 @@ class Run:
         if state.get("scale") and stepper.scale.value != 1.0:
             stepper.scale = LossScale.from_builtins(state["scale"])
         stepper.rollback, self._was_restored = False, True
-        if state.get("sizes") and stepper.prepared is not None:
+        keeps_sizes, stepper.keeps_sizes = stepper.keeps_sizes, False
+        if state.get("sizes") and stepper.prepared is not None and not keeps_sizes:
             saved = MicroBatchSizes.from_builtins(state["sizes"])
             if saved.planned == stepper.prepared.fitter.sizes.planned:
                 stepper.prepared.fitter.sizes = saved

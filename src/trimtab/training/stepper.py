@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.engine.additive_loss import find_batch_norms
+from trimtab.engine.in_backward import InBackwardGradients
 from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
@@ -90,7 +91,13 @@ class Stepper:
         self.scale: LossScale = initial_scale(setting.dtypes)
         self.rollback = False
         """Whether the optimizer of this rank was interrupted halfway."""
+        self.keeps_sizes = False
+        """Whether the micro-batch of a step that is undone shrank: a checkpoint must not reset it then."""
         self.outcome: StepOutcome | None = None
+        self._interruptions: dict[int, int] = {}
+        """By step, how often a single sample ran out of memory after weights had been updated."""
+        self._held_steps: set[int] = set()
+        """Steps whose gradients were bad after weights had been updated: their updates wait for the end."""
         self._listen = listen
         self._exchange = optimizer_step.StatusExchange(self.device, world.size)
         self._proposed: SizeChange | None = None
@@ -169,6 +176,8 @@ class Stepper:
             self.split_guard = self._guards[places[id(prepared)]]
         due = (named.optimizer for named in prepared.phase.optimizers if named.is_due(self.steps + 1))
         prepared.updater.due = tuple(due)
+        if isinstance(prepared.gradients, InBackwardGradients):
+            prepared.gradients.due = prepared.updater.due
         prepared.phase.enter()
 
     def _leave_losses(self) -> None:
@@ -209,14 +218,8 @@ class Stepper:
                         failed_at = micro_batch.number
                         break
             if failed_at is not None:
-                self._recover(prepared, window, micro_batches[failed_at])
-                alone = (
-                    not prepared.gradients.sent_any
-                    and not prepared.gradients.equal_micro_batches
-                    and self.cached_steps is None
-                )
-                if self._fatal is None and alone:
-                    # No other rank knows of the failure yet: they wait, and this rank tries again.
+                repeats, failed_at = self._recover_attempt(prepared, window, micro_batches[failed_at])
+                if repeats:
                     continue
             verdict, status = self._finish_attempt(prepared, window, failed_at, len(micro_batches))
             again = self._decide_retry(prepared, window, verdict, status, bad)
@@ -226,6 +229,24 @@ class Stepper:
                 )
                 return
             bad += again
+
+    def _recover_attempt(
+        self, prepared: prepare_module.PreparedRun, window: Window, micro_batch: MicroBatch
+    ) -> tuple[bool, int | None]:
+        """Recover from a failed micro-batch.
+
+        Return whether this rank repeats the attempt alone, and the index of the micro-batch to report as
+        failed; None if it is not repeated, because weights have been updated already.
+        """
+        interrupted = has_updated(prepared)
+        self._recover(prepared, window, micro_batch)
+        if interrupted:
+            self._give_back(window, micro_batch)
+            return False, None
+        gradients = prepared.gradients
+        # No other rank knows of the failure yet: they wait, and this rank tries again.
+        alone = not gradients.sent_any and not gradients.equal_micro_batches and self.cached_steps is None
+        return alone and self._fatal is None, micro_batch.number
 
     def _run_pipeline(
         self, prepared: prepare_module.PreparedRun, pipe: PipelineRunner, micro_batches: list[MicroBatch]
@@ -427,6 +448,8 @@ class Stepper:
                 torch.cuda.set_rng_state(self._device_random, self.device)
             prepared.buffers.restore()
         self._first = False
+        if isinstance(prepared.gradients, InBackwardGradients) and self._window is not None:
+            prepared.gradients.is_enabled = self._window.step not in self._held_steps
         prepared.gradients.start_attempt()
         self._loss: torch.Tensor | None = None
 
@@ -532,6 +555,8 @@ class Stepper:
             weighted = weighted * float("nan")
         detached = weighted.detach()
         self._loss = detached.double() if self._loss is None else self._loss + detached
+        if not self._may_update(self.get_prepared()):
+            return
         if self.scale.value != 1.0:
             weighted = weighted * self.scale.value
         try:
@@ -540,6 +565,14 @@ class Stepper:
             # A custom loop may still refer to the loss, and through it to all saved activations.
             loss.detach_()
             raise
+
+    def _may_update(self, prepared: prepare_module.PreparedRun) -> bool:
+        """Return False if the backward pass would update weights, and the loss is bad."""
+        if not isinstance(prepared.gradients, InBackwardGradients) or not prepared.gradients.will_update:
+            return True
+        assert self._loss is not None  # noqa: S101 - set by backward()
+        loss = float(self._loss)
+        return _is_finite(loss) and (self._limit is None or loss <= self._limit)
 
     def backward_from(self, surrogate: torch.Tensor) -> None:
         """Run the backward pass of gradient caching, whose loss has been counted already."""
@@ -617,6 +650,17 @@ class Stepper:
         again = f"memory was given back, and one sample is tried again; {memory}"
         self._report(IncidentKind.OUT_OF_MEMORY, why, again)
 
+    def _give_back(self, window: Window, micro_batch: MicroBatch) -> None:
+        """Undo a step that failed after some of its weights were updated: go back to a checkpoint."""
+        self.rollback = self.keeps_sizes = True
+        done = "some weights had been updated in the backward pass; the run goes back to the last checkpoint"
+        self._report(IncidentKind.OUT_OF_MEMORY, micro_batch.error or "", done)
+        if micro_batch.samples > 1:
+            return
+        times = self._interruptions[window.step] = self._interruptions.get(window.step, 0) + 1
+        if times > SINGLE_SAMPLE_RETRIES:
+            self._fatal = f"one sample at once ran out of memory {times} times; {micro_batch.error}"
+
     def _finish_attempt(
         self, prepared: prepare_module.PreparedRun, window: Window, failed_at: int | None, count: int
     ) -> tuple[optimizer_step.StepVerdict, StepStatus]:
@@ -626,13 +670,29 @@ class Stepper:
         scale = self.scale.value
         verdict = optimizer_step.judge_status(status, limit=self._limit, scale=scale)
         updater = prepared.updater
-        if verdict.kind == optimizer_step.GOOD and not updater.skips_on_device:
+        if verdict.kind == optimizer_step.NOT_FINITE and has_updated(prepared):
+            return self._undo_bad_update(window, verdict), status
+        is_open = not updater.skips_on_device and not has_updated(prepared)
+        if verdict.kind == optimizer_step.GOOD and is_open:
             norm = status.squares**0.5 / scale
             gradients = prepared.gradients.local_gradients()
             self._run_optimizer(
                 prepared, lambda: updater.apply(gradients, norm, scale, prepared.fitter.release)
             )
         return verdict, status
+
+    def _undo_bad_update(
+        self, window: Window, verdict: optimizer_step.StepVerdict
+    ) -> optimizer_step.StepVerdict:
+        """Go back to a checkpoint after bad gradients have updated weights; then hold that step's updates."""
+        self._held_steps.add(window.step)
+        self._report(
+            IncidentKind.NOT_A_NUMBER,
+            f"{verdict.why}; weights had been updated in the backward pass",
+            "the run goes back to the last checkpoint; when this step comes again, its updates wait until "
+            "all gradients are known",
+        )
+        return optimizer_step.StepVerdict(optimizer_step.ROLLBACK, verdict.why)
 
     @property
     def _limit(self) -> float | None:
@@ -828,6 +888,11 @@ class Stepper:
             self._listen(
                 Incident(kind=kind, at_s=time.time(), step=step, rank=self.world.rank, why=why, done=done)
             )
+
+
+def has_updated(prepared: prepare_module.PreparedRun) -> bool:
+    """Return whether the backward pass of this attempt has begun to update weights."""
+    return isinstance(prepared.gradients, InBackwardGradients) and prepared.gradients.has_begun
 
 
 def merge_outcomes(outcomes: dict[str, StepOutcome], main: str) -> StepOutcome:

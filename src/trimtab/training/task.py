@@ -11,6 +11,7 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.clusters import assume_network_link
+from trimtab.engine.in_backward_rules import find_in_backward_refusal
 from trimtab.errors import BrokenFile, JobFailed, TrimtabError, WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
@@ -290,6 +291,10 @@ def divide_setting(setting: Setting, procs: int, *, nodes: int = 1, branches: in
     if divided.compile and divided.sync_batchnorm and procs > 1:
         divided = divided.replace(compile=False)
         words += ", not compiled any more, for the sake of sync_batchnorm"
+    refusal = find_in_backward_refusal(divided)
+    if refusal is not None:
+        divided = divided.replace(optimizer_in_backward=False)
+        words += f", optimizer not in backward any more ({refusal.found})"
     if strategy is not setting.strategy:
         words += f", {setting.strategy} -> {strategy}"
     words += (
