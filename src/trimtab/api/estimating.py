@@ -300,14 +300,9 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found="compiled code is estimated on one device only",
             cure="Leave one of the two out.",
         )
-    way = word(Recompute, recompute, "recompute")
-    _refuse_eager_budget(way, compiled=compile)
-    if sync_batchnorm and rules.why_not_synchronised:
-        raise WrongUse(
-            f"--sync-batchnorm with --strategy {strategy}",
-            found=rules.why_not_synchronised,
-            cure="Leave one of the two out.",
-        )
+    _refuse_eager_budget(way := word(Recompute, recompute, "recompute"), compiled=compile)
+    if sync_batchnorm:
+        _refuse_unsynchronised(strategy, rules.why_not_synchronised)
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
     mesh = rules.mesh(gpus, nodes=nodes, branches=branches)
@@ -334,6 +329,16 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     # The tracer refuses it too, after it has loaded the job.
     refuse_state_offload(setting)
     return setting
+
+
+def _refuse_unsynchronised(strategy: str, why: str) -> None:
+    """Raise if a strategy cannot synchronise BatchNorm layers; `why` is empty if it can."""
+    from trimtab.errors import WrongUse
+
+    if why:
+        raise WrongUse(
+            f"--sync-batchnorm with --strategy {strategy}", found=why, cure="Leave one of the two out."
+        )
 
 
 def _refuse_eager_budget(recompute: Recompute, *, compiled: bool) -> None:
