@@ -269,14 +269,11 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         Allocator,
         BaseFormat,
         LossForm,
-        OptimizerImplementation,
-        OptimizerRule,
         Precision,
         Recompute,
         Setting,
         Strategy,
     )
-    from trimtab.spec.setting import read_optimizer
     from trimtab.strategies import STRATEGIES
 
     def word(kind: Any, text: str, option: str) -> Any:
@@ -289,10 +286,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             ) from None
 
     how = word(Strategy, strategy, "strategy")
-    optimizing: Any = read_optimizer(optimizer)
-    if not optimizing:
-        known = ", ".join(word.value for word in (*OptimizerImplementation, *OptimizerRule))
-        raise WrongUse(f"--optimizer {optimizer}", found=f"it is none of {known}", cure="Use one of those.")
     rules = STRATEGIES[how]
     if compile and rules.needs_several_gpus:
         raise WrongUse(
@@ -324,7 +317,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         recompute=word(Recompute, recompute, "recompute"),
         offload=_read_offload(offload),
         compile=compile,
-        **optimizing,
+        **_read_optimizer(optimizer),
         optimizer_in_backward=optimizer_in_backward,
         allocator=word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
@@ -332,6 +325,19 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     # The tracer refuses it too, after it has loaded the job.
     refuse_state_offload(setting)
     return setting
+
+
+def _read_optimizer(text: str) -> dict[str, Any]:
+    """Return the fields of a Setting for an optimizer; raise if it is unknown."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec import OptimizerImplementation, OptimizerRule
+    from trimtab.spec.setting import read_optimizer
+
+    fields: dict[str, Any] = dict(read_optimizer(text))
+    if not fields:
+        known = ", ".join(word.value for word in (*OptimizerImplementation, *OptimizerRule))
+        raise WrongUse(f"--optimizer {text}", found=f"it is none of {known}", cure="Use one of those.")
+    return fields
 
 
 def _read_offload(words: str) -> tuple[Offload, ...]:
