@@ -276,16 +276,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     )
     from trimtab.strategies import STRATEGIES
 
-    def word(kind: Any, text: str, option: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError:
-            known = ", ".join(word.value for word in kind)
-            raise WrongUse(
-                f"--{option} {text}", found=f"it is none of {known}", cure="Use one of those."
-            ) from None
-
-    how = word(Strategy, strategy, "strategy")
+    how = _read_word(Strategy, strategy, "strategy")
     rules = STRATEGIES[how]
     if compile and rules.needs_several_gpus:
         raise WrongUse(
@@ -311,15 +302,15 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         micro_batch=micro_batch,
         accumulation=-(-whole // (micro_batch * mesh.data_parallel)),
         global_batch=whole,
-        precision=word(Precision, precision, "precision"),
-        base=word(BaseFormat, base, "base"),
-        loss=word(LossForm, loss, "loss"),
-        recompute=word(Recompute, recompute, "recompute"),
+        precision=_read_word(Precision, precision, "precision"),
+        base=_read_word(BaseFormat, base, "base"),
+        loss=_read_word(LossForm, loss, "loss"),
+        recompute=_read_word(Recompute, recompute, "recompute"),
         offload=_read_offload(offload),
         compile=compile,
         **_read_optimizer(optimizer),
         optimizer_in_backward=optimizer_in_backward,
-        allocator=word(Allocator, allocator, "allocator"),
+        allocator=_read_word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
     )
     # The tracer refuses it too, after it has loaded the job.
@@ -338,6 +329,19 @@ def _read_optimizer(text: str) -> dict[str, Any]:
         known = ", ".join(word.value for word in (*OptimizerImplementation, *OptimizerRule))
         raise WrongUse(f"--optimizer {text}", found=f"it is none of {known}", cure="Use one of those.")
     return fields
+
+
+def _read_word(kind: Any, text: str, option: str) -> Any:
+    """Return the member of an enum; raise if the word is unknown."""
+    from trimtab.errors import WrongUse
+
+    try:
+        return kind(text)
+    except ValueError:
+        known = ", ".join(word.value for word in kind)
+        raise WrongUse(
+            f"--{option} {text}", found=f"it is none of {known}", cure="Use one of those."
+        ) from None
 
 
 def _read_offload(words: str) -> tuple[Offload, ...]:
