@@ -15,6 +15,8 @@ from torch import nn
 import trimtab
 from shared_jobs import shared_job
 from test_layers import whole_and_few
+from test_recompute_dial import JOB as DIAL
+from test_recompute_dial import live_bytes
 from test_run import Drill, far, network, samples, squared
 from test_time import HOST, Even
 from test_train_command import command
@@ -26,6 +28,7 @@ from trimtab.engine.step import prepare_job, run_step
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.planner.pins import find_contradictions, read_pins, read_ways
 from trimtab.predict.memory import estimate_memory
+from trimtab.predict.mix_recompute import RecomputeMix
 from trimtab.predict.step_time import run_clocks
 from trimtab.probe.detect import as_cluster
 from trimtab.scripts.command import parse_command
@@ -155,6 +158,8 @@ class Embeds(Whole):
 def test_jobs_that_are_refused() -> None:
     with pytest.raises(WrongUse, match=r"gradients clipped to 1 \(the job's clip\)"):
         prepare_job(Clipped(), IN_BACKWARD, "cpu")
+    # No norm is above infinity, so nothing would be clipped.
+    refuse_in_backward(IN_BACKWARD, Whole(), clip=math.inf)
     with pytest.raises(WrongUse, match=r"embed\(\) and loss_of\(\)"):
         prepare_job(Embeds(), IN_BACKWARD, "cpu")
     state = prepare_job(Whole(), IN_BACKWARD, "cpu")
@@ -472,6 +477,22 @@ def test_the_time_has_a_call_for_every_weight(traces: list[Trace]) -> None:
         host_s.append(run_clocks(works, Even(), HOST, backward=backward).host_s)  # type: ignore[arg-type]
     # Ten kernels more, six calls, and the wait.
     assert host_s[1] - host_s[0] == pytest.approx(10 * HOST.forward_s + 6 * HOST.update_s + HOST.wait_s)
+
+
+@pytest.mark.slow
+def test_partial_recomputation_follows_from_none_and_full(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(DIAL, encoding="utf-8")
+    ways = (Recompute.NONE, Recompute.FULL, Recompute.EVERY_2)
+    settings = tuple(
+        IN_BACKWARD.replace(micro_batch=8, global_batch=8, precision=Precision.BF16, recompute=way)
+        for way in ways
+    )
+    asked = TraceRequests(job=f"{file}:Dial", settings=settings, device=parse_cluster("H100").devices[0])
+    with WorkerProcess() as worker:
+        answers = worker.ask_all(asked, timeout_s=300)
+    none, full, some = (Trace.from_builtins(each["trace"]) for each in answers if isinstance(each, dict))
+    assert live_bytes(RecomputeMix(none, full).mix(Recompute.EVERY_2.way)) == live_bytes(some)
 
 
 @pytest.mark.slow

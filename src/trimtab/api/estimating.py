@@ -269,30 +269,14 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         Allocator,
         BaseFormat,
         LossForm,
-        OptimizerImplementation,
-        OptimizerRule,
         Precision,
         Recompute,
         Setting,
         Strategy,
     )
-    from trimtab.spec.setting import read_optimizer
     from trimtab.strategies import STRATEGIES
 
-    def word(kind: Any, text: str, option: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError:
-            known = ", ".join(word.value for word in kind)
-            raise WrongUse(
-                f"--{option} {text}", found=f"it is none of {known}", cure="Use one of those."
-            ) from None
-
-    how = word(Strategy, strategy, "strategy")
-    optimizing: Any = read_optimizer(optimizer)
-    if not optimizing:
-        known = ", ".join(word.value for word in (*OptimizerImplementation, *OptimizerRule))
-        raise WrongUse(f"--optimizer {optimizer}", found=f"it is none of {known}", cure="Use one of those.")
+    how = _read_word(Strategy, strategy, "strategy")
     rules = STRATEGIES[how]
     if compile and rules.needs_several_gpus:
         raise WrongUse(
@@ -300,9 +284,13 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found="compiled code is estimated on one device only",
             cure="Leave one of the two out.",
         )
-    _refuse_eager_budget(way := word(Recompute, recompute, "recompute"), compiled=compile)
-    if sync_batchnorm:
-        _refuse_unsynchronised(strategy, rules.why_not_synchronised)
+    _refuse_eager_budget(way := _read_word(Recompute, recompute, "recompute"), compiled=compile)
+    if sync_batchnorm and rules.why_not_synchronised:
+        raise WrongUse(
+            f"--sync-batchnorm with --strategy {strategy}",
+            found=rules.why_not_synchronised,
+            cure="Leave one of the two out.",
+        )
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
     mesh = rules.mesh(gpus, nodes=nodes, branches=branches)
@@ -315,15 +303,15 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         micro_batch=micro_batch,
         accumulation=-(-whole // (micro_batch * mesh.data_parallel)),
         global_batch=whole,
-        precision=word(Precision, precision, "precision"),
-        base=word(BaseFormat, base, "base"),
-        loss=word(LossForm, loss, "loss"),
+        precision=_read_word(Precision, precision, "precision"),
+        base=_read_word(BaseFormat, base, "base"),
+        loss=_read_word(LossForm, loss, "loss"),
         recompute=way,
         offload=_read_offload(offload),
         compile=compile,
-        **optimizing,
+        **_read_optimizer(optimizer),
         optimizer_in_backward=optimizer_in_backward,
-        allocator=word(Allocator, allocator, "allocator"),
+        allocator=_read_word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
     )
     # The tracer refuses it too, after it has loaded the job.
@@ -331,14 +319,17 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     return setting
 
 
-def _refuse_unsynchronised(strategy: str, why: str) -> None:
-    """Raise if a strategy cannot synchronise BatchNorm layers; `why` is empty if it can."""
+def _read_optimizer(text: str) -> dict[str, Any]:
+    """Return the fields of a Setting for an optimizer; raise if it is unknown."""
     from trimtab.errors import WrongUse
+    from trimtab.spec import OptimizerImplementation, OptimizerRule
+    from trimtab.spec.setting import read_optimizer
 
-    if why:
-        raise WrongUse(
-            f"--sync-batchnorm with --strategy {strategy}", found=why, cure="Leave one of the two out."
-        )
+    fields: dict[str, Any] = dict(read_optimizer(text))
+    if not fields:
+        known = ", ".join(word.value for word in (*OptimizerImplementation, *OptimizerRule))
+        raise WrongUse(f"--optimizer {text}", found=f"it is none of {known}", cure="Use one of those.")
+    return fields
 
 
 def _refuse_eager_budget(recompute: Recompute, *, compiled: bool) -> None:
@@ -351,6 +342,19 @@ def _refuse_eager_budget(recompute: Recompute, *, compiled: bool) -> None:
             found="only torch.compile has a budget of activations, and --compile is not given",
             cure="Add --compile, or use --recompute selective, every-2 or full.",
         )
+
+
+def _read_word(kind: Any, text: str, option: str) -> Any:
+    """Return the member of an enum; raise if the word is unknown."""
+    from trimtab.errors import WrongUse
+
+    try:
+        return kind(text)
+    except ValueError:
+        known = ", ".join(word.value for word in kind)
+        raise WrongUse(
+            f"--{option} {text}", found=f"it is none of {known}", cure="Use one of those."
+        ) from None
 
 
 def _read_offload(words: str) -> tuple[Offload, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
@@ -52,9 +53,11 @@ def refuse_in_backward(setting: Setting, job: Any = None, clip: float | None = N
     if refusal is not None:
         raise WrongUse(f"{OPTION} with {_describe(setting)}", found=refusal.found, cure=refusal.cure)
     own = getattr(job, "clip", None)
-    if clip is not None or own is not None:
-        norm, where = (clip, "--clip") if clip is not None else (own, "the job's clip")
-        cure = "leave --clip out" if clip is not None else "use --set clip=none, if the job allows that"
+    norm, where, cure = own, "the job's clip", "use --set clip=inf"
+    if clip is not None:
+        norm, where, cure = clip, "--clip", "leave --clip out"
+    # No norm is above infinity.
+    if norm is not None and norm < inf:
         raise WrongUse(
             f"{OPTION} with gradients clipped to {norm:g} ({where})",
             found=NOT_CLIPPED,

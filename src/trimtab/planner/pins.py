@@ -199,17 +199,19 @@ def _check_in_backward(pins: Mapping[str, Any], workload: Workload) -> list[tupl
     splits = splits or (pins.get("micro_batch") or workload.global_batch) < workload.global_batch
     strategy = STRATEGIES.get(str(pins.get("strategy")))
     spread = (pins.get("gpus") or 1) > 1 or (strategy is not None and strategy.needs_several_gpus)
-    contradictions = {
-        in_backward_rules.NOT_SPREAD: spread,
-        in_backward_rules.NOT_ACCUMULATED: splits,
-        in_backward_rules.NOT_SCALED: "precision" in pins and Precision(pins["precision"]).dtypes.scales_loss,
-        in_backward_rules.NOT_COMPILED: pins.get("compile"),
-        in_backward_rules.NOT_OFFLOADED: {Offload.PARAMS, Offload.OPTIMIZER} & {*ways.get(OFFLOAD, ())},
-        in_backward_rules.NOT_CACHED: workload.cached,
-    }
+    narrow = "precision" in pins and Precision(pins["precision"]).dtypes.scales_loss
+    offloaded = {Offload.PARAMS, Offload.OPTIMIZER} & {*ways.get(OFFLOAD, ())}
+    rules = (
+        (spread, in_backward_rules.NOT_SPREAD, "use one GPU"),
+        (splits, in_backward_rules.NOT_ACCUMULATED, f"pin micro_batch={workload.global_batch}"),
+        (narrow, in_backward_rules.NOT_SCALED, "pin another precision"),
+        (pins.get("compile"), in_backward_rules.NOT_COMPILED, "pin compile=false"),
+        (offloaded, in_backward_rules.NOT_OFFLOADED, "pin offload=activations"),
+        (workload.cached, in_backward_rules.NOT_CACHED, "use another job"),
+    )
     return [
-        (f"{IN_BACKWARD}=true: {why}", f"leave {IN_BACKWARD} or the other out")
-        for why, is_given in contradictions.items()
+        (f"{IN_BACKWARD}=true: {why}", f"leave {IN_BACKWARD} out, or {cure}")
+        for is_given, why, cure in rules
         if is_given
     ]
 
