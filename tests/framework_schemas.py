@@ -174,6 +174,7 @@ TORCHTUNE = {
     "optimizer.offload_gradients": (bool, False),
     "optimizer.optimizer_class": (str, None),
     "optimizer_in_bwd": (bool, False),
+    "clip_grad_norm": (float, None),
     "loss._component_": (str, None),
     "model._component_": (str, None),
     "model.quantize_base": (bool, None),
