@@ -42,7 +42,7 @@ def so_many(count: int) -> settings:
     )
 
 
-MANY = int(os.environ.get("TRIMTAB_GENERATED", "2500"))
+MANY = int(os.environ.get("TRIMTAB_GENERATED", "1000"))
 """Documents of each format in `make soak`."""
 FEW = 40
 
