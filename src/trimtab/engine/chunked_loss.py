@@ -140,14 +140,20 @@ def sum_pieces(  # noqa: PLR0913 - the keywords are those of transformers
     """Return the mean loss of the next tokens, or their sum divided by `num_items_in_batch`."""
     if shift_labels is None:
         hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
-    targets = shift_labels.to(hidden.device)
-    if ignore_index != IGNORE_INDEX:
-        targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
+    targets = _place_targets(shift_labels, hidden, ignore_index)
     pieces = count_pieces(weight.shape[0], weight.shape[1], hidden.shape[-2])
     if num_items_in_batch is None:
         return mean_token_loss(hidden, weight, targets, pieces=pieces)
     shares = (targets != IGNORE_INDEX).to(hidden.dtype) / num_items_in_batch
     return weighted_token_loss(hidden, weight, targets, shares.float(), pieces=pieces)
+
+
+def _place_targets(labels: torch.Tensor, hidden: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return the labels on the device of the hidden states; those to ignore are IGNORE_INDEX."""
+    targets = labels.to(hidden.device)
+    if ignore_index == IGNORE_INDEX:
+        return targets
+    return targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
 
 
 def sum_fused(  # noqa: PLR0913 - the keywords are those of transformers
@@ -163,8 +169,6 @@ def sum_fused(  # noqa: PLR0913 - the keywords are those of transformers
     """Return the loss of `sum_pieces` by Liger's kernels, which get all tokens: the last ones are ignored."""
     if shift_labels is None:
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.to(hidden.device)
-    if ignore_index != IGNORE_INDEX:
-        targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
+    targets = _place_targets(shift_labels, hidden, ignore_index)
     loss = fused_linear_loss(hidden, weight, targets, mean=num_items_in_batch is None)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
