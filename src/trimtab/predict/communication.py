@@ -39,7 +39,7 @@ class Links(NamedTuple):
         return 2 * self.all_gather_s(size, ranks, apart=apart)
 
     def all_to_all_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
-        """Return the seconds of an all-to-all in which each rank sends an equal share of `size` bytes to each.
+        """Return the seconds of an all-to-all: each rank sends an equal share of `size` bytes to each.
 
         Shares for other nodes leave by the port of their own GPU, while shares for the same node go by its
         links.
