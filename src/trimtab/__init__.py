@@ -70,6 +70,7 @@ __all__ = [
     "exam",
     "explain",
     "launch",
+    "layouts",
     "list_jobs",
     "load",
     "plan",

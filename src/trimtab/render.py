@@ -42,6 +42,8 @@ if TYPE_CHECKING:
         Finding,
         HostMemory,
         LargestValue,
+        LayoutRanking,
+        LayoutRow,
         Link,
         MfuReference,
         Node,
@@ -666,6 +668,88 @@ def _describe_twice(result: LargestValue) -> Iterator[str]:
         elif following.change is None or tried.what != following.change.what:
             word = "only tightly" if tried.verdict == "fits-tight" else "not"
             yield f"{word} with {tried.what}: {format_bytes(tried.process_bytes)}"
+
+
+LAYOUT_COLUMNS = (
+    "dp",
+    "tp",
+    "cp",
+    "pp",
+    "ep",
+    "micro",
+    "accum",
+    "recomp",
+    "memory",
+    "step",
+    "tok/s/GPU",
+    "MFU",
+)
+
+
+def render_layouts(ranking: LayoutRanking) -> RenderableType:
+    """Return the fastest layouts as a table, where the best one spends its time, and what was ruled out."""
+    size = f"{ranking.parameters / 1e9:.3g}B"
+    heading = (
+        f"{ranking.job}: {size} weights, {plural(ranking.global_batch, 'sequence')} of {ranking.sequence} "
+        f"tokens a step on {ranking.on}"
+    )
+    table = _make_table()
+    for name in LAYOUT_COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in ranking.rows:
+        table.add_row(*_layout_cells(row))
+    if ranking.data_parallel is not None and ranking.data_parallel not in ranking.rows:
+        table.add_row(*_layout_cells(ranking.data_parallel))
+    rows = list(_describe_layouts(ranking))
+    notes = _make_table()
+    notes.show_header = False
+    notes.add_column(style="dim", no_wrap=True)
+    notes.add_column(overflow="fold")
+    for index, (label, text) in enumerate(rows):
+        notes.add_row("" if index and rows[index - 1][0] == label else label, escape(text))
+    return Group(Text(heading), Text(), table, Text(), Padding(notes, (0, 0, 0, 1), expand=False))
+
+
+def _layout_cells(row: LayoutRow) -> list[str]:
+    replicas = f"{row.dp_replicate}x" * (row.dp_replicate > 1)
+    stages = f"{row.pp}" + f"x{row.virtual_stages}" * (row.virtual_stages > 1)
+    return [
+        f"{replicas}{row.dp_shard}",
+        f"{row.tp}",
+        f"{row.cp}",
+        stages,
+        f"{row.ep}",
+        f"{row.micro_batch}",
+        f"{row.accumulation}",
+        row.recompute,
+        format_gib(row.memory_bytes),
+        f"{row.step_s:.3g} s",
+        f"{row.tokens_per_s_per_gpu:,.0f}",
+        UNKNOWN if row.mfu is None else f"{row.mfu:.0%}",
+    ]
+
+
+def _describe_layouts(ranking: LayoutRanking) -> Iterator[tuple[str, str]]:
+    """Yield labelled notes on the best layout and on the search."""
+    best = ranking.rows[0]
+    fastest = min(ranking.rows, key=lambda row: row.step_s)
+    if fastest is not best:
+        more = best.step_s / fastest.step_s - 1
+        yield (
+            "choice",
+            f"the first row is {more:.1%} slower than the fastest, and splits the model in fewer ways",
+        )
+    parts = {name: seconds for name, seconds in best.times.items() if seconds >= 0.005 * best.step_s}
+    yield "time", ", ".join(f"{name} {seconds / best.step_s:.0%}" for name, seconds in parts.items())
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in best.memory.items() if size)
+    stage = f" (stage {best.fullest_stage + 1} of {best.pp})" if best.pp > 1 else ""
+    yield "memory", f"fullest rank{stage}: {held}"
+    ruled_out = [f"{reason} ({count:,})" for reason, count in ranking.ruled_out.items()]
+    yield "search", f"{ranking.examined:,} layouts; ruled out: {', '.join(ruled_out) or 'none'}"
+    if ranking.data_parallel is None:
+        yield "search", "no layout of data parallelism alone fits"
+    for line in ranking.assumptions:
+        yield "assumed", line
 
 
 FACT_LABELS = {

@@ -32,6 +32,7 @@ from trimtab.api.estimating import (
     requested_setting,
 )
 from trimtab.api.launching import cancel, find_jobs, launch, list_jobs, prepare_launch, start_launch
+from trimtab.api.layouts import layouts
 from trimtab.api.maximizing import max as max  # noqa: A004 - a verb
 from trimtab.api.planning import make_policy, plan, plan_from, read_plan
 from trimtab.api.reporting import report, watch
@@ -59,6 +60,7 @@ __all__ = [
     "gpu_here",
     "is_known",
     "launch",
+    "layouts",
     "list_jobs",
     "load",
     "look_at_all",

@@ -20,6 +20,7 @@ VERBS = (
     "profile",
     "calibrate",
     "plan",
+    "layouts",
     "max",
     "apply",
     "show",

@@ -223,6 +223,22 @@ def instruction_rate(device: Device) -> float | None:
     return device.peaks.fp32 / 2 / lanes * issued
 
 
+@cache
+def matmul_share(model: str | None) -> float | None:
+    """Return the share of the bf16 peak that the best products reach on a device; None if nobody measured it.
+
+    The figures are from the table of achievable products in stas00/ml-engineering (2026-08), which are the
+    best of many shapes. An A100 reaches 0.87 of its peak, an H200 0.80, an MI300X 0.51.
+
+    >>> round(matmul_share("A100 80GB SXM4"), 3), matmul_share("GeForce RTX 4090")
+    (0.869, None)
+    """
+    row = next((row for row in devices() if row.name == model), None)
+    if row is None or row.matmul_tflops is None or not row.bf16:
+        return None
+    return row.matmul_tflops / row.bf16
+
+
 def row_peaks(row: DeviceRow) -> Peaks:
     """Return the row's peaks in operations per second."""
     rates = {key: getattr(row, key) for key in Peaks.__struct_fields__}

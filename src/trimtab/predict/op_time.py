@@ -12,7 +12,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.catalog.devices import instruction_rate
+from trimtab.catalog.devices import instruction_rate, matmul_share
 from trimtab.catalog.facts import facts_of
 from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
@@ -93,16 +93,21 @@ def device_rates(device: Device) -> Rates | None:
     plain = device.peaks.fp32
     if device.bandwidth_bytes_per_s is None or plain is None:
         return None
+    facts = facts_of(device)
+    own, calibrated = matmul_share(device.model), matmul_share(facts.device)
+    # The law and its corrections are those of the calibrated device: others reach more or less of their peak.
+    relative = own / calibrated if own and calibrated else 1.0
+    peaks = device.peaks
     return Rates(
         float32=plain,
-        tf32=device.peaks.tf32 or plain,
-        float16=device.peaks.fp16 or plain,
+        tf32=peaks.tf32 * relative if peaks.tf32 else plain,
+        float16=peaks.fp16 * relative if peaks.fp16 else plain,
         # Emulated bf16 runs like fp32.
-        bfloat16=device.peaks.bf16 or plain,
+        bfloat16=peaks.bf16 * relative if peaks.bf16 else plain,
         bandwidth=device.bandwidth_bytes_per_s,
         multiprocessors=device.multiprocessors or DEFAULT_MULTIPROCESSORS,
-        law=facts_of(device).law,
-        float8=device.peaks.fp8,
+        law=facts.law,
+        float8=peaks.fp8 * relative if peaks.fp8 else None,
         instructions=instruction_rate(device),
     )
 
@@ -245,6 +250,10 @@ class Pace:
             self._by_kind.setdefault(point.kind, []).append(point)
         self.seconds = lru_cache(maxsize=None)(self._seconds)
         self.recurrent_launch_s = lru_cache(maxsize=None)(self._recurrent_launch_s)
+
+    def with_rates(self, target: Rates) -> Pace:
+        """Return the times with the same corrections on a device of other rates."""
+        return Pace(target, [point for points in self._by_kind.values() for point in points])
 
     def _seconds(self, work: Work) -> float:
         """Return the seconds that the device is busy."""

@@ -18,6 +18,7 @@ from trimtab.spec.hardware import (
     Versions,
 )
 from trimtab.spec.largest import LargestValue, TriedChange, TriedValue, TwiceAsMuch, ValueLimit
+from trimtab.spec.layouts import DecoderShape, LayoutRanking, LayoutRow
 from trimtab.spec.optimizer_rule import OptimizerRule, OptimizerStates
 from trimtab.spec.plan import (
     Candidate,
@@ -83,6 +84,7 @@ __all__ = [
     "Candidate",
     "Cluster",
     "Comparison",
+    "DecoderShape",
     "Device",
     "DeviceProcess",
     "Dtypes",
@@ -99,6 +101,8 @@ __all__ = [
     "LargestValue",
     "Launch",
     "LaunchKind",
+    "LayoutRanking",
+    "LayoutRow",
     "Link",
     "LossForm",
     "Measurement",

@@ -404,6 +404,39 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     say: Say = ignore_message
 
 
+class LayoutsRequest(JobOnDevices, frozen=True, kw_only=True):
+    """Arguments of `trimtab layouts`: a decoder, the devices, and the batch of a step."""
+
+    network: Network = None
+    seq: Annotated[
+        int | None,
+        option("Tokens per sequence; default: 4096, or the model's longest if it is shorter.", minimum=1),
+    ] = None
+    global_batch: Annotated[
+        int | None,
+        option("Sequences per optimizer step; default: as many as make 4 million tokens.", minimum=1),
+    ] = None
+    trainer: Annotated[
+        str,
+        option(
+            "Whose way of sharding to assume: torchtitan (data-parallel ranks share weights, FSDP2) or "
+            "megatron (they share the optimizer's states).",
+            metavar="NAME",
+        ),
+    ] = "torchtitan"
+    pins: Annotated[
+        Words,
+        option(
+            "Fix degrees: tp=8,pp=4; also cp, ep, dp_shard, dp_replicate, virtual_stages, micro_batch. "
+            "Can be repeated.",
+            "--pin",
+            metavar="KEY=N",
+            many=True,
+        ),
+    ] = ()
+    top: Annotated[int, option("How many layouts to show.", minimum=1)] = 5
+
+
 class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
     """Arguments of `trimtab profile`: one configuration of a job, run on this machine."""
 

@@ -1,0 +1,99 @@
+"""Read the shape of a decoder from a config.json, without torch and without building the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import WrongUse
+from trimtab.jobs.model_sizes import POSITIONS, read_model_sizes
+from trimtab.jobs.registry import FOLDER
+from trimtab.spec import DecoderShape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+UNGATED = frozenset(
+    (
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "gpt_bigcode",
+        "opt",
+        "bloom",
+        "mpt",
+        "phi",
+        "falcon",
+        "starcoder2",
+    )
+)
+"""Model types of transformers whose feed-forward part has no gate."""
+LATENT = ("kv_lora_rank",)
+"""Keys of models whose keys and values are compressed: their attention has other products."""
+
+
+def read_decoder_shape(job: str) -> tuple[DecoderShape, int | None]:
+    """Return the shape of a job hf:FOLDER, and the longest sequence that its config states."""
+    if not isinstance(job, str) or not job.startswith(FOLDER):
+        raise WrongUse(
+            str(job),
+            found="layouts are ranked by the sizes of a decoder, which only a config.json states",
+            cure="Give hf:FOLDER with the model's config.json; for other jobs use `trimtab plan`.",
+        )
+    path = Path(job.removeprefix(FOLDER)) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WrongUse(
+            job, found=f"{path} cannot be read: {error.strerror}", cure="Name a folder with a config.json."
+        ) from error
+    except ValueError as error:
+        raise WrongUse(job, found=f"{path} is no JSON: {error}", cure="Correct the file.") from error
+    if not isinstance(config, dict):
+        raise WrongUse(job, found=f"{path} holds no object", cure="Give the config.json of a model.")
+    return make_decoder_shape(config, str(path)), _find_longest(config)
+
+
+def make_decoder_shape(config: Mapping[str, Any], name: str) -> DecoderShape:
+    """Return the shape that a config states; raise WrongUse where it leaves out what is needed."""
+    sizes = read_model_sizes(config)
+    needed = {"layers": sizes.layers, "heads": sizes.heads, "width": sizes.hidden, "vocabulary": sizes.vocab}
+    needed["feed-forward width"] = sizes.expert_intermediate or sizes.intermediate
+    missing = [word for word, value in needed.items() if not value]
+    if missing:
+        raise WrongUse(
+            name,
+            found=f"it does not state the number of {', '.join(missing)}",
+            cure="Give the config.json of a decoder, such as Llama, Qwen or Mixtral.",
+        )
+    latent = [key for key in LATENT if config.get(key)]
+    if latent:
+        raise WrongUse(
+            name,
+            found=f"its attention is compressed ({latent[0]}), and layouts know plain and grouped heads only",
+            cure="Use `trimtab estimate` for a setting of your choice.",
+        )
+    experts = sizes.experts or 0
+    inner = sizes.expert_intermediate if experts and sizes.expert_intermediate else sizes.intermediate
+    shared = config.get("n_shared_experts")
+    heads = sizes.heads or 1
+    return DecoderShape(
+        layers=sizes.layers or 1,
+        width=sizes.hidden or 1,
+        heads=heads,
+        key_value_heads=sizes.kv_heads or heads,
+        head_size=sizes.head_width or (sizes.hidden or 1) // heads,
+        feed_forward=inner or sizes.expert_intermediate or 1,
+        vocabulary=sizes.vocab or 1,
+        gated=config.get("model_type") not in UNGATED,
+        tied=bool(config.get("tie_word_embeddings", config.get("model_type") in UNGATED)),
+        experts=experts,
+        experts_per_token=(sizes.experts_per_token or 1) if experts else 0,
+        shared_experts=shared if experts and isinstance(shared, int) else 0,
+    )
+
+
+def _find_longest(config: Mapping[str, Any]) -> int | None:
+    return next((config[key] for key in POSITIONS if isinstance(config.get(key), int)), None)

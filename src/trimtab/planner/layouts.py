@@ -1,0 +1,224 @@
+"""Rank the layouts of a decoder on a cluster: every legal mesh, by formulas, the fastest first.
+
+All combinations of tensor, context, expert and pipeline parallel degrees with the micro-batches and ways of
+recomputing are looked at. A combination is left out by the first rule that forbids it, then by its memory.
+Times of a block are shared by all meshes with the same share of a layer, so that 16,384 GPUs take seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from trimtab.predict.layout import Layout, LayoutEstimator, LayoutMemory, LayoutTime, Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trimtab.spec import DecoderShape
+
+MOST_MICRO_BATCH = 64
+MOST_VIRTUAL = 8
+ENDS = 2
+"""Stages that may have a layer less: the first and the last."""
+ALIKE = 1.02
+"""Step times within this factor count as equal: predictions are less exact."""
+DEGREES = ("tp", "cp", "pp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "micro_batch")
+"""Degrees that can be pinned."""
+TRAINERS = {"torchtitan": Sharding.WEIGHTS, "megatron": Sharding.OPTIMIZER}
+"""Whose way of sharding data-parallel ranks have."""
+
+
+class RankedLayout(NamedTuple):
+    """A layout with its estimate."""
+
+    layout: Layout
+    time: LayoutTime
+    memory: LayoutMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutQuestion:
+    """What is asked for: a model, a batch, devices and limits."""
+
+    shape: DecoderShape
+    sequence: int
+    global_batch: int
+    gpus: int
+    per_node: int
+    sharding: Sharding
+    budget_bytes: int
+    """Memory that tensors may take on each device."""
+    pins: Mapping[str, int]
+
+    def allows(self, **degrees: int) -> bool:
+        """Return whether the pins allow these degrees."""
+        return all(self.pins.get(name, value) == value for name, value in degrees.items())
+
+
+@dataclass
+class LayoutSearch:
+    """A search and what it found."""
+
+    question: LayoutQuestion
+    estimator: LayoutEstimator
+    examined: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin with nothing found."""
+        self.ruled_out: Counter[str] = Counter()
+        self.found: list[RankedLayout] = []
+        self.least: RankedLayout | None = None
+
+    def run(self) -> LayoutSearch:
+        """Estimate every legal layout that fits; sort the rest away by reason."""
+        for layout in self._list_layouts():
+            self.examined += 1
+            memory = self.estimator.estimate_memory(layout)
+            if memory.total > self.question.budget_bytes:
+                self.ruled_out["does not fit in memory"] += 1
+                if self.least is None or memory.total < self.least.memory.total:
+                    self.least = RankedLayout(layout, self.estimator.estimate_time(layout), memory)
+                continue
+            self.found.append(RankedLayout(layout, self.estimator.estimate_time(layout), memory))
+        self.found.sort(key=lambda each: (each.time.total_s, _complexity(each.layout)))
+        return self
+
+    def best_by_mesh(self) -> list[RankedLayout]:
+        """Return the fastest layout of each combination of tp, cp, pp and ep.
+
+        First comes the one that splits the model in the fewest ways, of all that are as fast as predictions
+        can tell. The others follow, the fastest first.
+        """
+        best: dict[tuple[int, ...], RankedLayout] = {}
+        for each in self.found:
+            layout = each.layout
+            best.setdefault((layout.tp, layout.cp, layout.pp, layout.ep), each)
+        rows = list(best.values())
+        alike = [each for each in rows if each.time.total_s <= ALIKE * rows[0].time.total_s]
+        chosen = min(alike, key=lambda each: (_complexity(each.layout), each.time.total_s))
+        return [chosen, *(each for each in rows if each is not chosen)]
+
+    def best_data_parallel(self) -> RankedLayout | None:
+        """Return the fastest layout without tensor, context, pipeline and expert parallelism."""
+        return next((each for each in self.found if _complexity(each.layout) == 0), None)
+
+    def _list_layouts(self) -> Iterator[Layout]:
+        question = self.question
+        for tp, cp, pp in self._list_model_degrees():
+            dp = question.gpus // (tp * cp * pp)
+            if question.global_batch % dp:
+                self._rule_out("the global batch does not divide by the data-parallel ranks")
+                continue
+            base = Layout(
+                micro_batch=1,
+                micro_batches=question.global_batch // dp,
+                sequence=question.sequence,
+                tp=tp,
+                cp=cp,
+                pp=pp,
+                dp_shard=dp,
+                sharding=question.sharding,
+            )
+            for ep in self._list_expert_degrees(dp * cp):
+                for shards in self._list_shards(dp, tp * cp, ep):
+                    spread = replace(base, ep=ep, dp_shard=shards, dp_replicate=dp // shards)
+                    yield from self._list_batches(spread)
+
+    def _list_model_degrees(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the legal degrees that split a model over ranks with the same samples."""
+        question, shape = self.question, self.question.shape
+        for tp in _list_divisors(question.gpus):
+            if tp > question.per_node:
+                break
+            if not question.allows(tp=tp):
+                continue
+            if reason := _why_not_tp(shape, question.sequence, tp):
+                self._rule_out(reason)
+                continue
+            for cp in self._list_context_degrees(tp):
+                for pp in _list_divisors(question.gpus // (tp * cp)):
+                    if pp > shape.layers:
+                        self._rule_out("fewer layers than stages")
+                    elif question.allows(pp=pp):
+                        yield tp, cp, pp
+
+    def _list_context_degrees(self, tp: int) -> Iterator[int]:
+        question = self.question
+        for cp in _list_divisors(question.gpus // tp):
+            if cp > 1 and question.sequence % (2 * cp * tp):
+                self._rule_out("the sequence does not divide by 2 x cp x tp")
+            elif question.allows(cp=cp):
+                yield cp
+
+    def _list_expert_degrees(self, ranks: int) -> Iterator[int]:
+        experts = self.question.shape.experts
+        for ep in _list_divisors(ranks) if experts else [1]:
+            if ep > experts > 0 or (ep > 1 and experts % ep):
+                self._rule_out("the experts do not divide by ep")
+            elif self.question.allows(ep=ep):
+                yield ep
+
+    def _list_shards(self, dp: int, inside: int, ep: int) -> Iterator[int]:
+        """Yield over how many data-parallel ranks weights are sharded: all, or those of one or few nodes."""
+        node = max(1, self.question.per_node // inside)
+        sizes = {dp, *(size for size in (node, 2 * node, 4 * node, 8 * node) if size < dp and dp % size == 0)}
+        for shards in sorted(sizes):
+            if ep > 1 and (shards * inside) % ep:
+                self._rule_out("ep does not divide the ranks that share weights")
+            elif self.question.allows(dp_shard=shards, dp_replicate=dp // shards):
+                yield shards
+
+    def _list_batches(self, spread: Layout) -> Iterator[Layout]:
+        own = spread.micro_batches
+        micro_batch = 1
+        while micro_batch <= min(own, MOST_MICRO_BATCH):
+            if own % micro_batch == 0 and self.question.allows(micro_batch=micro_batch):
+                batch = replace(spread, micro_batch=micro_batch, micro_batches=own // micro_batch)
+                for virtual in self._list_virtual(batch):
+                    for full in (False, True):
+                        yield replace(batch, virtual_stages=virtual, full_recompute=full)
+            micro_batch *= 2
+
+    def _list_virtual(self, layout: Layout) -> Iterator[int]:
+        """Yield into how many parts the layers of a stage may be cut.
+
+        The first and the last stage may have a layer less than the others, for the embedding and the head.
+        """
+        layers, pp = self.question.shape.layers, layout.pp
+        most = -(-layers // pp)
+        is_even = pp > 1 and pp * most - layers <= ENDS and layout.micro_batches % pp == 0
+        for virtual in range(1, MOST_VIRTUAL + 1):
+            is_legal = virtual == 1 or (is_even and most % virtual == 0)
+            if is_legal and self.question.allows(virtual_stages=virtual):
+                yield virtual
+
+    def _rule_out(self, reason: str) -> None:
+        self.examined += 1
+        self.ruled_out[reason] += 1
+
+
+def _why_not_tp(shape: DecoderShape, sequence: int, tp: int) -> str:
+    """Return why a model cannot be split over so many tensor-parallel ranks; empty where it can."""
+    rules = {
+        "the attention heads do not divide by tp": shape.heads,
+        "the key/value heads do not divide by tp": shape.key_value_heads,
+        "the feed-forward width does not divide by tp": shape.feed_forward,
+        "the sequence does not divide by tp": sequence,
+    }
+    return next((reason for reason, size in rules.items() if size % tp), "")
+
+
+def _list_divisors(number: int) -> list[int]:
+    """Return the divisors of a number.
+
+    >>> _list_divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _complexity(layout: Layout) -> int:
+    """Return how many kinds of parallelism a layout has beside that over data."""
+    return sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.ep))

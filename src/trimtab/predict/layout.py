@@ -1,0 +1,421 @@
+"""Estimate time and memory of a decoder under any mesh from the operations of its blocks.
+
+The ranks of a mesh are numbered as Megatron-LM numbers them: tensor-parallel ranks are neighbours, then
+context-parallel ones, then data-parallel ones, then stages. Every micro-batch runs through the stages; a
+stage waits for what it receives. The step ends with the sum of gradients and the update.
+
+Known error: against 1,000 measured steps of GPT models on 2 to 512 A100 (VIA-Research/vTrain) and 26 of Llama
+and DeepSeek shapes on 8 B200 (MooreThreads/SimuMax), see docs/layouts.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from trimtab.catalog.tables import collectives
+from trimtab.predict.decoder import (
+    Pass,
+    RankShare,
+    count_stored,
+    list_attention,
+    list_block,
+    list_embedding,
+    list_head,
+)
+from trimtab.predict.step_time import ARITHMETIC_KINDS
+from trimtab.spec import Work
+from trimtab.spec.precision import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from trimtab.predict.op_time import Pace
+    from trimtab.predict.step_time import HostCosts
+    from trimtab.spec import DecoderShape
+    from trimtab.strategies.base import LinkCosts
+
+STATE_BYTES = 8
+"""Of AdamW in float32, for each weight."""
+MASTER_BYTES = 4
+"""Of the copy of each weight in float32."""
+LOGIT_BYTES = 8
+"""Of each score of the vocabulary: in 16 bits, in float32 for the loss, and its gradient in 16 bits."""
+TENSORS_PER_BLOCK = 9
+
+
+class Sharding(StrEnum):
+    """What data-parallel ranks share between them."""
+
+    NONE = "none"
+    """Nothing: every rank has all of its weights, gradients and states (DDP)."""
+    OPTIMIZER = "optimizer"
+    """The states of the optimizer and the update (ZeRO-1, the distributed optimizer of Megatron-LM)."""
+    WEIGHTS = "weights"
+    """Weights, gradients and states (FSDP2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a decoder is spread over ranks, and how its step runs."""
+
+    micro_batch: int
+    micro_batches: int
+    """Of one data-parallel rank in a step."""
+    sequence: int
+    tp: int = 1
+    sequence_parallel: bool = True
+    cp: int = 1
+    pp: int = 1
+    virtual_stages: int = 1
+    """Parts of the model on each stage; more than 1: interleaved 1F1B."""
+    ep: int = 1
+    """Ranks that share the experts, among the data-parallel and context-parallel ones."""
+    dp_shard: int = 1
+    dp_replicate: int = 1
+    sharding: Sharding = Sharding.WEIGHTS
+    overlaps_data: bool = True
+    """Whether gradients are summed while the backward pass runs."""
+    full_recompute: bool = False
+    """Whether each block stores only its input."""
+    dtype: str = "bfloat16"
+    gradients: str = "float32"
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.dp_shard * self.dp_replicate
+
+    @property
+    def gpus(self) -> int:
+        """Number of devices."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def share(self) -> RankShare:
+        """Return what a rank has of each block."""
+        return RankShare(
+            micro_batch=self.micro_batch,
+            sequence=self.sequence,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel and self.tp > 1,
+            cp=self.cp,
+            ep=self.ep,
+            dtype=self.dtype,
+        )
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share weights or states: those with the same part of the model in different data."""
+        return self.dp_shard * self.cp if self.sharding is not Sharding.NONE else 1
+
+
+class PassTime(NamedTuple):
+    """Seconds of one micro-batch on one rank."""
+
+    device_s: float
+    host_s: float
+    """What the host needs to launch it."""
+    exchange_s: float
+    """Collectives within layers, for which the rank waits."""
+
+    @property
+    def total_s(self) -> float:
+        """Return the time of the pass: the device with its collectives, or the host if that is slower."""
+        return max(self.device_s + self.exchange_s, self.host_s)
+
+    def plus(self, other: PassTime, count: int = 1) -> PassTime:
+        """Return the time of this pass and of `count` equal others after it."""
+        pairs = zip(self, other, strict=True)
+        return PassTime(*(mine + count * theirs for mine, theirs in pairs))
+
+
+class LayoutTime(NamedTuple):
+    """Seconds of a step by what they are spent on."""
+
+    compute_s: float
+    launch_s: float
+    """The device waits for the host."""
+    within_layers_s: float
+    """Collectives of tensor, context and expert parallelism."""
+    bubble_s: float
+    """Stages wait for each other."""
+    send_s: float
+    data_s: float
+    """Gradients and weights between data-parallel ranks, where computing does not hide them."""
+    update_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Sum of all parts."""
+        return sum(self)
+
+
+class LayoutMemory(NamedTuple):
+    """Bytes of the fullest rank by what they hold."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    working: int
+    """Gathered weights and inputs of the block that runs."""
+    stage: int = 0
+    """Number of the fullest stage."""
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all parts."""
+        return sum(self[:-1])
+
+
+class LayoutEstimator:
+    """Estimates layouts of one decoder on one kind of device."""
+
+    def __init__(self, shape: DecoderShape, pace: Pace, host: HostCosts, links: LinkCosts) -> None:
+        self.shape, self.pace, self.host, self.links = shape, pace, host, links
+        self._block_s = lru_cache(maxsize=None)(self._time_block)
+        self._ends_s = lru_cache(maxsize=None)(self._time_ends)
+        self._update_s = lru_cache(maxsize=None)(self._time_update)
+
+    # memory
+
+    def count_weights(self, layout: Layout, stage: int) -> tuple[int, int, int]:
+        """Return the weights of a rank before data-parallel sharding: dense ones, experts, and tables."""
+        shape = self.shape
+        blocks = self.count_layers(layout, stage)
+        shared = shape.shared_experts * shape.expert_weights if shape.experts else shape.expert_weights
+        dense = blocks * (shape.attention_weights + shared) // layout.tp
+        experts = blocks * shape.experts * shape.expert_weights
+        experts //= layout.ep if layout.ep > 1 else layout.tp
+        ends = (stage == 0) + (stage == layout.pp - 1 and not (shape.tied and layout.pp == 1))
+        return dense, experts, ends * shape.table_weights // layout.tp
+
+    def count_layers(self, layout: Layout, stage: int) -> int:
+        """Return the layers of a stage.
+
+        Where they do not divide, stages in the middle have one more: the first has the embedding, the last the
+        head. 126 layers on 16 stages are 7 on the first and the last, and 8 on each of the others.
+        """
+        each, more = divmod(self.shape.layers, layout.pp)
+        return each + (1 <= stage <= more if more < layout.pp - 1 else stage < more)
+
+    def estimate_memory(self, layout: Layout) -> LayoutMemory:
+        """Return the memory of the fullest rank, as torch allocates it."""
+        stages = {0, layout.pp - 1}
+        return max((self._stage_memory(layout, stage) for stage in stages), key=lambda found: found.total)
+
+    def _stage_memory(self, layout: Layout, stage: int) -> LayoutMemory:
+        dense, experts, tables = self.count_weights(layout, stage)
+        own = dense + tables
+        width, sums = DTYPE_BYTES[layout.dtype], DTYPE_BYTES[layout.gradients]
+        # Experts are different on the ranks of an expert-parallel group, so fewer ranks share each of them.
+        expert_shards = max(1, layout.shards // layout.ep)
+        sharded = own // layout.shards + experts // expert_shards
+        share = layout.share
+        hidden = share.tokens * self.shape.width * width
+        block = (own - tables + experts) // max(1, self.count_layers(layout, stage))
+        if layout.sharding is Sharding.WEIGHTS:
+            weights, gradients = MASTER_BYTES * sharded, MASTER_BYTES * sharded
+            optimizer = STATE_BYTES * sharded
+            # The block that runs and the next one are gathered; one has its gradients whole.
+            working = block * (2 * width + width + sums) + 2 * hidden
+            if layout.pp > 1:
+                # Weights stay gathered between micro-batches; gradients are summed before they are shared.
+                working = (own + experts) * (width + sums) + 2 * hidden
+        else:
+            weights, gradients = width * (own + experts), sums * (own + experts)
+            optimizer = (MASTER_BYTES + STATE_BYTES) * sharded
+            working = 2 * hidden
+        layers = self.count_layers(layout, stage)
+        stored = count_stored(self.shape, share, full_recompute=layout.full_recompute) * width
+        again = count_stored(self.shape, share, full_recompute=False) * width * layout.full_recompute
+        held = self._count_held(layout, stage)
+        is_last = stage == layout.pp - 1
+        scores = share.tokens * -(-self.shape.vocabulary // layout.tp) if is_last else 0
+        return LayoutMemory(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=int(held * layers * stored) + again,
+            logits=LOGIT_BYTES * scores,
+            working=working,
+            stage=stage,
+        )
+
+    @staticmethod
+    def _count_held(layout: Layout, stage: int) -> float:
+        """Return how many micro-batches a stage stores at the same time; interleaving adds a part of one."""
+        rounds = min(layout.pp - stage, layout.micro_batches)
+        if layout.virtual_stages > 1:
+            more = (layout.pp - 1) / (layout.pp * layout.virtual_stages)
+            return min(layout.micro_batches, rounds * (1 + more))
+        return rounds
+
+    # time
+
+    def _device_s(self, works: tuple[Work, ...]) -> float:
+        """Return the seconds of the device; products that fill it lower its clock (h200.toml, throttled)."""
+        facts, seconds = self.host.step, self.pace.seconds
+        busy = sum(seconds(work) + facts.gap_s for work in works)
+        products = sum(seconds(work) for work in works if work.kind in ARITHMETIC_KINDS)
+        begin, full = facts.throttles_from, facts.throttles_at
+        filled = min(1.0, max(0.0, (products / busy - begin) / (full - begin))) if busy else 0.0
+        return busy + products * facts.throttled * filled
+
+    def _pass_s(self, passed: Pass, *, recompute: bool) -> tuple[float, float]:
+        """Return the seconds of device and host for a forward and a backward pass."""
+        forward, backward = self._device_s(passed.forward), self._device_s(passed.backward)
+        launch = self.host.forward_s * len(passed.forward)
+        behind = self.host.backward_s * len(passed.backward)
+        return forward * (1 + recompute) + backward, launch * (1 + recompute) + behind
+
+    def _time_block(self, share: RankShare, *, recompute: bool) -> PassTime:
+        device, host = self._pass_s(list_block(self.shape, share), recompute=recompute)
+        calls = sum(_count_exchanges(share, recompute=recompute)) * self.host.forward_s
+        return PassTime(device, host + calls, self._exchange_s(share, recompute=recompute))
+
+    def _exchange_s(self, share: RankShare, *, recompute: bool) -> float:
+        links, shape = self.links, self.shape
+        width = DTYPE_BYTES[share.dtype]
+        size = share.tokens * shape.width * width
+        reduces, gathers, scatters = _count_exchanges(share, recompute=recompute)
+        seconds = reduces * links.all_reduce_s(size, share.tp)
+        seconds += gathers * links.all_gather_s(size, share.tp)
+        seconds += scatters * links.reduce_scatter_s(size, share.tp)
+        passes = 2 + recompute
+        if share.cp > 1:
+            seconds += self._ring_s(share, forwards=1 + recompute)
+        if shape.experts and share.ep > 1:
+            rows = share.own_tokens * shape.experts_per_token * shape.width * width
+            seconds += 2 * passes * links.all_to_all_s(rows, share.ep, apart=share.tp)
+        return seconds
+
+    def _ring_s(self, share: RankShare, *, forwards: int) -> float:
+        """Return what is not hidden of sending keys and values round the context-parallel ranks.
+
+        Each part is sent while attention over the part before runs; backward, its gradients are sent too. A
+        ring that leaves a node is as fast as its slowest hop.
+        """
+        shape = self.shape
+        heads = max(1, shape.key_value_heads // share.tp)
+        part = 2 * share.tokens * heads * shape.head_size * DTYPE_BYTES[share.dtype]
+        farthest = share.tp * (share.cp - 1)
+        attention = list_attention(shape, share)
+        exposed = 0.0
+        for works, times, size in ((attention.forward, forwards, part), (attention.backward, 1, 2 * part)):
+            hidden = collectives().overlapped * self._device_s(works) / share.cp
+            exposed += times * max(0.0, self.links.send_s(size, farthest) - hidden)
+        return (share.cp - 1) * exposed
+
+    def _time_ends(self, share: RankShare) -> tuple[PassTime, PassTime]:
+        """Return the embedding, and the head with the loss."""
+        links = self.links
+        size = share.tokens * self.shape.width * DTYPE_BYTES[share.dtype]
+        summed = links.all_reduce_s(size, share.tp)
+        losses = 3 * links.all_reduce_s(share.tokens * DTYPE_BYTES["float32"], share.tp)
+        first = self._pass_s(list_embedding(self.shape, share), recompute=False)
+        last = self._pass_s(list_head(self.shape, share), recompute=False)
+        return PassTime(*first, summed), PassTime(*last, summed + losses)
+
+    def time_stages(self, layout: Layout) -> list[PassTime]:
+        """Return the time of a micro-batch on each stage."""
+        block = self._block_s(layout.share, recompute=layout.full_recompute)
+        first, last = self._ends_s(layout.share)
+        nothing = PassTime(0.0, 0.0, 0.0)
+        passes = []
+        for stage in range(layout.pp):
+            time = nothing.plus(block, self.count_layers(layout, stage))
+            time = time.plus(first) if stage == 0 else time
+            passes.append(time.plus(last) if stage == layout.pp - 1 else time)
+        return passes
+
+    def estimate_time(self, layout: Layout) -> LayoutTime:
+        """Return the time of an optimizer step."""
+        passes = self.time_stages(layout)
+        rounds, stages = layout.micro_batches, layout.pp
+        slowest = max(passes, key=lambda each: each.total_s)
+        waiting = sum(each.total_s for each in passes) - slowest.total_s
+        sent = 0.0
+        if stages > 1:
+            size = layout.share.own_tokens * self.shape.width * DTYPE_BYTES[layout.dtype]
+            crossings = 2 * layout.virtual_stages * (rounds + stages - 2)
+            sent = crossings * self.links.send_s(size, layout.gpus // stages)
+        device, exchange = rounds * slowest.device_s, rounds * slowest.exchange_s
+        return LayoutTime(
+            compute_s=device,
+            launch_s=max(0.0, rounds * slowest.total_s - device - exchange),
+            within_layers_s=exchange,
+            bubble_s=waiting / layout.virtual_stages,
+            send_s=sent,
+            data_s=self._data_s(layout, slowest) + self._tied_s(layout),
+            update_s=self._update_s(self._count_updated(layout)),
+        )
+
+    def _data_s(self, layout: Layout, slowest: PassTime) -> float:
+        """Return what is not hidden of sharing weights and summing gradients over data-parallel ranks."""
+        links, ranks, apart = self.links, layout.dp_shard * layout.cp, layout.tp
+        numbers = sum(self.count_weights(layout, 0))
+        sums = numbers * DTYPE_BYTES[layout.gradients]
+        gathered = numbers * DTYPE_BYTES[layout.dtype]
+        passes = layout.micro_batches
+        copies_s = links.all_reduce_s(
+            sums // (ranks if layout.sharding is not Sharding.NONE else 1),
+            layout.dp_replicate * (ranks if layout.sharding is Sharding.NONE else 1),
+            apart=apart if layout.sharding is Sharding.NONE else apart * ranks,
+        )
+        seconds, hidden = copies_s, slowest.total_s * 2 / 3
+        if layout.sharding is Sharding.WEIGHTS and layout.pp == 1:
+            seconds += passes * 2 * links.all_gather_s(gathered, ranks, apart=apart)
+            seconds += passes * links.reduce_scatter_s(sums, ranks, apart=apart)
+            hidden = passes * slowest.total_s
+        elif layout.sharding is not Sharding.NONE:
+            seconds += links.all_gather_s(gathered, ranks, apart=apart)
+            seconds += links.reduce_scatter_s(sums, ranks, apart=apart)
+            hidden = slowest.total_s
+        return max(0.0, seconds - hidden * collectives().overlapped) if layout.overlaps_data else seconds
+
+    def _tied_s(self, layout: Layout) -> float:
+        """Return the seconds of summing the gradients of a table that the first and the last stage have."""
+        if layout.pp == 1 or not self.shape.tied:
+            return 0.0
+        size = self.shape.table_weights // layout.tp * DTYPE_BYTES[layout.gradients]
+        return self.links.all_reduce_s(size, 2, apart=layout.gpus // layout.pp * (layout.pp - 1))
+
+    def _count_updated(self, layout: Layout) -> int:
+        dense, experts, tables = self.count_weights(layout, 0)
+        return (dense + tables) // layout.shards + experts // max(1, layout.shards // layout.ep)
+
+    def _time_update(self, numbers: int) -> float:
+        """Return the seconds of the norm, clipping, the update in float32 and the copies in 16 bits."""
+        dims = (TENSORS_PER_BLOCK, numbers)
+        moved = (
+            ("aten::_foreach_norm", 4, 0),
+            ("aten::_foreach_mul_", 4, 4),
+            ("aten::_fused_adamw_", 16, 12),
+            ("aten::_foreach_copy_", 6, 6),
+        )
+        works = [
+            Work(
+                op=op,
+                kind="optimizer",
+                dtype="float32",
+                read_bytes=numbers * read,
+                write_bytes=numbers * written,
+                dims=dims,
+            )
+            for op, read, written in moved
+        ]
+        return sum(self.pace.seconds(work) for work in works)
+
+
+def _count_exchanges(share: RankShare, *, recompute: bool) -> tuple[int, int, int]:
+    """Return the all-reduces, all-gathers and reduce-scatters of tensor parallelism in a block."""
+    if share.tp == 1:
+        return 0, 0, 0
+    forwards = 1 + recompute
+    if not share.sequence_parallel:
+        return 2 * forwards + 2, 0, 0
+    # Backward, the inputs of the first products are gathered again for the gradients of their weights.
+    return 0, 2 * forwards + 4, 2 * forwards + 2
