@@ -265,6 +265,14 @@ def test_copies_of_a_shard_have_one_port_each() -> None:
     assert found == pytest.approx(2 * size * 3 / 4 / (50e9 * collectives().bus_share), rel=0.01)
 
 
+def test_all_to_all_sends_a_share_to_each_rank() -> None:
+    links = communication.find_links(trimtab.cluster("4x8xH100"), 32)
+    assert links.all_to_all_s(2**30, 1) == 0
+    # Three of four shares leave the node, each by the port of its own GPU: slower than an all-gather.
+    assert links.all_to_all_s(2**30, 32) > 4 * links.all_gather_s(2**30, 32)
+    assert links.all_to_all_s(2**30, 8) < 0.3 * links.all_to_all_s(2**30, 8, apart=4)
+
+
 def test_the_network_that_was_taken_is_said_with_its_source() -> None:
     words = communication.describe_network(trimtab.cluster("2x8xH100"), 16)
     assert words is not None

@@ -38,6 +38,19 @@ class Links(NamedTuple):
         """Return the seconds of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
         return 2 * self.all_gather_s(size, ranks, apart=apart)
 
+    def all_to_all_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
+        """Return the seconds of an all-to-all: each rank sends an equal share of `size` bytes to each.
+
+        Shares for other nodes leave by the port of their own GPU, while shares for the same node go by its
+        links.
+        """
+        if ranks <= 1:
+            return 0.0
+        spread = group_ranks(ranks, self, apart)
+        inside = size * (spread.local - 1) / ranks / self.within
+        across = size * (ranks - spread.local) / ranks / min(self.within, self.between)
+        return _latency_s(spread) + max(inside, across) / collectives().bus_share
+
     def send_s(self, size: int, apart: int) -> float:
         """Return the seconds to send `size` bytes to the rank whose number differs by `apart`."""
         figures = collectives()

@@ -78,6 +78,9 @@ class LinkCosts(Protocol):
     def all_reduce_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
         """Return the seconds until each rank has the sum of `size` bytes."""
 
+    def all_to_all_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
+        """Return the seconds until each rank has a share of every rank's `size` bytes, its own share too."""
+
     def send_s(self, size: int, apart: int) -> float:
         """Return the seconds until a rank has `size` bytes of the rank `apart` numbers away."""
 
