@@ -15,7 +15,7 @@ from trimtab.engine import context_parallel as context
 from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.sequence_split import SequencePart, check_heads, check_length, split_batch
 from trimtab.errors import WrongUse
-from trimtab.spec import LossForm
+from trimtab.spec import ContextMethod, LossForm, Mesh
 from worlds import together, world_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LLAMA: dict[str, Any] = {
 class Case(NamedTuple):
     """An attention call."""
 
-    method: str = context.RING
+    method: ContextMethod = context.RING
     causal: bool = True
     heads: int = 4
     keys: int = 2
@@ -63,7 +63,7 @@ def compare_attention(size: int, case: Case, dtype: torch.dtype = torch.float64)
     attend: Any = functional.scaled_dot_product_attention
     expected = attend(*whole, is_causal=case.causal, enable_gqa=True)
     torch.autograd.backward((expected * weights).sum())
-    group = context.make_context_group(size, case.method)
+    group = context.make_context_group(Mesh(cp=size), case.method)
     part = group.part
     own = [part.select(tensor, 2).requires_grad_() for tensor in (query, key, value)]
     context.split_attention(group)
@@ -135,7 +135,7 @@ def run_whole(job: Any, batch: Any, dtype: torch.dtype) -> tuple[Any, float, lis
     return model, float(loss.detach()), gradients
 
 
-def compare_job(size: int, method: str, name: str, dtype: torch.dtype) -> float:
+def compare_job(size: int, method: ContextMethod, name: str, dtype: torch.dtype) -> float:
     """Return the relative difference of loss and gradients between a group and one process."""
     job = make_job(name)
     torch.manual_seed(1)
@@ -144,7 +144,7 @@ def compare_job(size: int, method: str, name: str, dtype: torch.dtype) -> float:
         # Some ranks have no label at all.
         batch["labels"][:, 20:] = -100
     model, expected, gradients = run_whole(job, batch, dtype)
-    group = context.make_context_group(size, method)
+    group = context.make_context_group(Mesh(cp=size), method)
     context.prepare_model(model, group)
     context.split_attention(group)
     try:
@@ -217,7 +217,7 @@ def test_illegal_heads_name_the_nearest_legal_degrees() -> None:
 class AloneGroup(context.ContextGroup):
     """A group without processes, for refusals."""
 
-    def __init__(self, method: str = context.RING) -> None:
+    def __init__(self, method: ContextMethod = context.RING) -> None:
         super().__init__(None, rank=0, size=2, method=method)
 
 

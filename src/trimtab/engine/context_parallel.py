@@ -21,14 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
-from trimtab.engine.sequence_split import SequencePart, check_heads
+from trimtab.engine.sequence_split import SequencePart, check_heads, refuse_job_without_split
 from trimtab.errors import WrongUse
+from trimtab.jobs.job import has_embeddings
+from trimtab.jobs.optimizers import has_optimizers
+from trimtab.spec import ContextMethod
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-RING, ALL_TO_ALL = "ring", "all-to-all"
+    from trimtab.spec import Mesh, Setting
+
+RING, ALL_TO_ALL = ContextMethod.RING, ContextMethod.ALL_TO_ALL
 LEAVE_OUT = "Leave cp out, or"
 HALF = (torch.float16, torch.bfloat16)
 HEAD_STEP = 8
@@ -40,8 +46,7 @@ SEQUENCE_DIM = 2
 class ContextCollective(NamedTuple):
     """One collective of a context-parallel attention layer."""
 
-    label: str
-    """`ring` or `all-to-all`."""
+    method: ContextMethod
     length: int
     """Elements that this rank sends for each sample."""
     dtype: torch.dtype
@@ -50,34 +55,63 @@ class ContextCollective(NamedTuple):
     def answer(self, device: torch.device) -> None:
         """Take part with zeros, after this rank has failed."""
         zeros = torch.zeros(self.length * self.group.samples, dtype=self.dtype, device=device)
-        send = self.group.rotate if self.label == RING else self.group.exchange
+        send = self.group.rotate if self.method is RING else self.group.exchange
         self.group.wait(send(zeros, answers=True))
 
 
 class ContextGroup:
     """The ranks that share the sequences of a batch, and their collectives."""
 
-    label: ClassVar[str] = ""
-    """Method of the collective that is being issued; a tracer reads it. Empty outside of collectives."""
+    method_in_flight: ClassVar[ContextMethod | None] = None
+    """Method of the collective that is being issued; a tracer reads it. None outside of collectives."""
 
-    def __init__(self, group: Any, *, rank: int, size: int, method: str = RING) -> None:
+    def __init__(
+        self, group: Any, *, rank: int, size: int, method: ContextMethod = ContextMethod.RING
+    ) -> None:
         self.group = group
         self.rank = rank
         self.size = size
         self.method = method
         self.is_counted = True
-        """Not used: attention has no statistics. Gradient storage sets it for synchronised BatchNorm too."""
+        """Set by gradient storage, as for synchronised BatchNorm; attention has no statistics."""
         self.record: Callable[[Any], None] | None = None
         """Called just before each collective."""
-        self.samples = 1
-        """Samples of the current micro-batch."""
         self.calls = 0
         """Attention calls that have been split."""
+        self._pass_samples: Sequence[int] = (1,)
+        self._issued = 0
+        self._issued_per_pass = 0
+
+    def start_attempt(self, samples: Sequence[int]) -> None:
+        """Begin an attempt at a step: `samples` is the number of samples in each of its passes."""
+        self._pass_samples = samples or (1,)
+        self._issued = 0
+
+    def finish_rehearsal(self, passes: int) -> None:
+        """Note the number of collectives in a pass: a rank that fails has to take part in the others."""
+        self._issued_per_pass = self._issued // passes
+
+    @property
+    def samples(self) -> int:
+        """Samples of the pass to which the next collective belongs."""
+        number = self._issued // self._issued_per_pass if self._issued_per_pass else 0
+        return self._pass_samples[min(number, len(self._pass_samples) - 1)]
+
+    def check_called(self) -> None:
+        """Raise if no attention was split since `calls` was set to 0: the result would be wrong."""
+        if not self.calls:
+            raise WrongUse(
+                f"cp={self.size}",
+                found="the model computes attention without torch.nn.functional.scaled_dot_product_attention, "
+                "so that it cannot be spread over ranks",
+                cure="Call it by that name, as in functional.scaled_dot_product_attention(...), or leave cp "
+                "out.",
+            )
 
     @property
     def part(self) -> SequencePart:
         """The positions of this rank."""
-        return SequencePart(rank=self.rank, size=self.size, balanced=self.method == RING)
+        return SequencePart(rank=self.rank, size=self.size, balanced=self.method is RING)
 
     def rotate(self, buffer: torch.Tensor, *, answers: bool = False) -> torch.Tensor:
         """Send a flat buffer to the next rank and start to receive that of the previous one."""
@@ -91,17 +125,24 @@ class ContextGroup:
         return self._start(buffer, shares, shares, ALL_TO_ALL, answers=answers)
 
     def _start(
-        self, buffer: torch.Tensor, sends: list[int], receives: list[int], label: str, *, answers: bool
+        self,
+        buffer: torch.Tensor,
+        sends: list[int],
+        receives: list[int],
+        method: ContextMethod,
+        *,
+        answers: bool,
     ) -> torch.Tensor:
         if self.record is not None and not answers:
-            self.record(ContextCollective(label, buffer.numel() // self.samples, buffer.dtype, self))
-        ContextGroup.label = label
+            self.record(ContextCollective(method, buffer.numel() // self.samples, buffer.dtype, self))
+        self._issued += 1
+        ContextGroup.method_in_flight = method
         try:
             started: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(
                 buffer, receives, sends, self.group.group_name
             )
         finally:
-            ContextGroup.label = ""
+            ContextGroup.method_in_flight = None
         return started
 
     @staticmethod
@@ -395,6 +436,8 @@ _active: ContextGroup | None = None
 def split_attention(group: ContextGroup | None) -> None:
     """Compute every attention of this process over the sequences of a group; None: over whole sequences."""
     global _active  # noqa: PLW0603 - torch's function is one for the process, and so is its replacement
+    if group is None and _active is None:
+        return
     _active = group
     functional.scaled_dot_product_attention = _torch_attention if group is None else attend
 
@@ -429,7 +472,7 @@ def attend(  # noqa: PLR0913, PLR0917 - torch's own signature
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(f"{query.shape[1]} heads of queries and {key.shape[1]} of keys, without enable_gqa")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if group.method == RING:
+    if group.method is RING:
         attended: torch.Tensor = RingAttention.apply(query, key, value, group, is_causal, scale)
         return attended
     check_heads(query.shape[1], key.shape[1], group.size)
@@ -472,7 +515,7 @@ def _refuse_call(  # noqa: PLR0913 - the arguments that matter
     if mask is not None:
         found = f"attention has a mask of shape {tuple(mask.shape)}, whose columns are on other ranks"
         cure = f"{LEAVE_OUT} use samples without padding and packed documents, so that is_causal is enough."
-    elif dropout and group.method == RING:
+    elif dropout and group.method is RING:
         found = f"attention has a dropout of {dropout:g}, which blocks of a ring do not share"
         cure = "Set the dropout of attention to 0 (for slm: --set dropout=0), or use cp_method=all-to-all."
     elif query.dim() != SEQUENCE_DIM + 2 or key.dim() != SEQUENCE_DIM + 2:
@@ -488,15 +531,11 @@ def _refuse_call(  # noqa: PLR0913 - the arguments that matter
 @contextlib.contextmanager
 def check_calls(group: ContextGroup | None) -> Iterator[None]:
     """Raise if a forward pass has called no attention that was split: its result would be wrong."""
-    before = 0 if group is None else group.calls
+    if group is not None:
+        group.calls = 0
     yield
-    if group is not None and group.calls == before:
-        raise WrongUse(
-            f"cp={group.size}",
-            found="the model computes attention without torch.nn.functional.scaled_dot_product_attention, so "
-            "that it cannot be spread over ranks",
-            cure="Call it by that name, as in functional.scaled_dot_product_attention(...), or leave cp out.",
-        )
+    if group is not None:
+        group.check_called()
 
 
 # ------------------------------------------------------------------------ which models
@@ -597,12 +636,52 @@ def attend_without_mask(  # noqa: PLR0913, PLR0917 - the signature of transforme
     return output.transpose(1, 2).contiguous(), None
 
 
-def make_context_group(size: int, method: str) -> ContextGroup:
-    """Create the groups of consecutive ranks that share sequences; return that of this rank."""
+def refuse_context(job: Any, setting: Setting) -> None:
+    """Raise if a setting splits sequences, and the job or another part of the setting does not allow it."""
+    size, found, cure = setting.mesh.cp, "", "Leave cp out."
+    if size == 1:
+        return
+    if setting.mesh.branch > 1 or setting.mesh.pp > 1:
+        found = f"trimtab splits sequences under ddp, fsdp and hsdp, not under {setting.strategy}"
+        cure = f"Use fsdp, or leave cp={size} out."
+    elif setting.compile:
+        found = "trimtab does not compile attention over split sequences"
+        cure = "Leave compile or cp out."
+    elif job is not None and has_embeddings(job):
+        found = "gradient caching of embed() and loss_of() compares whole samples"
+    elif callable(getattr(job, "evaluate", None)):
+        found = "evaluate() of the job would get a part of every sequence"
+    elif has_optimizers(job):
+        found = "the job has optimizers() with losses of their own"
+    elif not callable(getattr(job, "split_sequence", None)):
+        refuse_job_without_split(size)
+    if found:
+        raise WrongUse(f"cp={size}", found=found, cure=cure)
+
+
+def arrange_context(model: nn.Module, setting: Setting) -> ContextGroup | None:
+    """Let a model compute attention over split sequences; return None if the setting does not split them."""
+    if setting.mesh.cp == 1:
+        split_attention(None)
+        return None
+    group = make_context_group(setting.mesh, setting.cp_method)
+    prepare_model(model, group)
+    split_attention(group)
+    return group
+
+
+def make_context_group(mesh: Mesh, method: ContextMethod) -> ContextGroup:
+    """Create the groups of ranks that share sequences; return that of this rank.
+
+    Ranks that split layers are neighbours; those that split sequences are a layer's ranks apart.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own: Any = None
-    for first in range(0, ranks, size):
-        group = dist.new_group(list(range(first, first + size)))
-        if first <= rank < first + size:
-            own = group
-    return ContextGroup(own, rank=rank % size, size=size, method=method)
+    with _disable_current_modes():
+        for first in range(0, ranks, mesh.cp * mesh.tp):
+            for start in range(first, first + mesh.tp):
+                members = list(range(start, first + mesh.cp * mesh.tp, mesh.tp))
+                group = dist.new_group(members)
+                if rank in members:
+                    own = group
+    return ContextGroup(own, rank=rank // mesh.tp % mesh.cp, size=mesh.cp, method=method)

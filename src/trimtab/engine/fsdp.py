@@ -33,6 +33,7 @@ from trimtab.strategies import limits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.engine.context_parallel import ContextCollective, ContextGroup
     from trimtab.engine.sync_norm import NormCollective, SharedStatistics
     from trimtab.spec import Setting
 
@@ -59,8 +60,8 @@ class Collective(NamedTuple):
     dtype: torch.dtype
     all_reduce_group: Any
     """Group that sums the result afterwards (replicas of shards, in HSDP); None if there is none."""
-    statistics: NormCollective | None = None
-    """Collective of a synchronised BatchNorm layer, if it is one; it has no weights or gradients."""
+    statistics: NormCollective | ContextCollective | None = None
+    """Collective of a synchronised BatchNorm layer or of split attention; it has no weights or gradients."""
 
 
 class CollectiveLog:
@@ -76,8 +77,8 @@ class CollectiveLog:
             self.mid_backward()
         self.current.append(entry)
 
-    def record_statistics(self, exchange: NormCollective) -> None:
-        """Record a collective of a synchronised BatchNorm layer, just before it is issued."""
+    def record_statistics(self, exchange: NormCollective | ContextCollective) -> None:
+        """Record a collective of a synchronised BatchNorm layer or of split attention, before it starts."""
         self.record(Collective(False, None, exchange.length, 0, exchange.dtype, None, exchange))
 
 
@@ -131,7 +132,7 @@ class ShardedGradients:
         replicas: int,
         alone: bool,
         mid_backward: Callable[[], None] | None = None,
-        statistics: SharedStatistics | None = None,
+        statistics: SharedStatistics | ContextGroup | None = None,
         parameters: list[Any] | None = None,
         beside: ShardedGradients | None = None,
         device: str | None = None,
@@ -139,9 +140,10 @@ class ShardedGradients:
         """Prepare a sharded model.
 
         `replicas` is the number of copies of every shard. `alone` means that there is one rank. `statistics`
-        is shared by the synchronised BatchNorm layers, if the model has some. `parameters` are those that get
-        gradients; by default all that are trainable. `beside` is the storage of other parameters of the same
-        model, if there is one. `device` is where the model computes, if its shards are on the host.
+        runs the collectives of synchronised BatchNorm or of split attention, if there are some. `parameters`
+        are those that get gradients; by default all that are trainable. `beside` is the storage of other
+        parameters of the same model, if there is one. `device` is where the model computes, if its shards are
+        on the host.
         """
         self._model: Any = model
         self._log: CollectiveLog = CollectiveLog() if beside is None else beside._log
@@ -412,7 +414,7 @@ def shard_model(model: nn.Module, setting: Setting, device: str, fill: FillTenso
     offload = CPUOffloadPolicy(pin_memory=device != "cpu") if is_offloaded else OffloadPolicy()
 
     def placement(parameter: nn.Parameter) -> Any:
-        return choose_shard_placement(parameter.shape, setting.mesh.dp_shard)
+        return choose_shard_placement(parameter.shape, setting.mesh.shards)
 
     moved_tensors: MovedTensors = {}
     for unit in find_shard_units(model):
@@ -487,7 +489,10 @@ def _move_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def make_device_mesh(setting: Setting, device: str) -> Any:
-    """Return the device mesh of a sharded setting; it holds real tensors even while tracing."""
+    """Return the device mesh of a sharded setting; it holds real tensors even while tracing.
+
+    Ranks that split sequences hold different shards: weights are cut over both, as in torchtitan.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -495,6 +500,6 @@ def make_device_mesh(setting: Setting, device: str) -> Any:
     with _disable_current_modes():
         if mesh.dp_replicate > 1:
             return init_device_mesh(
-                device, (mesh.dp_replicate, mesh.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+                device, (mesh.dp_replicate, mesh.shards), mesh_dim_names=("dp_replicate", "dp_shard_cp")
             )
-        return init_device_mesh(device, (mesh.dp_shard,), mesh_dim_names=("dp_shard",))
+        return init_device_mesh(device, (mesh.shards,), mesh_dim_names=("dp_shard_cp",))

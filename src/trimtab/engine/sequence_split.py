@@ -8,7 +8,7 @@ is on another rank. The positions must be those in the whole sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -93,17 +93,21 @@ def check_heads(query_heads: int, key_heads: int, size: int) -> None:
     )
 
 
+def refuse_job_without_split(size: int) -> NoReturn:
+    """Raise for a job that has no split_sequence()."""
+    raise WrongUse(
+        f"cp={size}",
+        found="the job does not say which dimension of its batch is the sequence: it has no split_sequence()",
+        cure="Give it split_sequence(batch, part), which returns part.select(tensor, dim) of every tensor "
+        "with a sequence: labels shifted before, positions from part.positions(length).",
+    )
+
+
 def split_batch(job: Any, batch: Any, part: SequencePart) -> Any:
     """Return one rank's part of a batch, by the job's split_sequence()."""
     split = getattr(job, "split_sequence", None)
     if not callable(split):
-        raise WrongUse(
-            f"cp={part.size}",
-            found="the job does not say which dimension of its batch is the sequence: it has no "
-            "split_sequence()",
-            cure="Give it split_sequence(batch, part), which returns part.select(tensor, dim) of every "
-            "tensor with a sequence: labels shifted before, positions from part.positions(length).",
-        )
+        refuse_job_without_split(part.size)
     result = split(batch, part)
     if result is None:
         raise JobFailed("split_sequence()", found="it returned None", cure="Return the batch of one rank.")

@@ -17,6 +17,7 @@ from trimtab.engine.branches import compute_branch_loss
 from trimtab.engine.build import EntryPoints, build_model, find_entries, make_batch
 from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.compile import CompileSwitch
+from trimtab.engine.context_parallel import arrange_context, check_calls, refuse_context
 from trimtab.engine.float8 import convert_linear_layers
 from trimtab.engine.fsdp import move_module, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.engine.activation_offload import ActivationOffload
+    from trimtab.engine.context_parallel import ContextGroup
     from trimtab.engine.fsdp import FillTensor
     from trimtab.engine.optimizer import NamedOptimizer
     from trimtab.engine.pipeline_stage import TracedStage
@@ -80,6 +82,8 @@ class ArrangedModel:
     """State shared by synchronised BatchNorm layers; None if there are none."""
     offload: ActivationOffload | None = None
     """Holds activations on the host; None if they stay on the device."""
+    context: ContextGroup | None = None
+    """Ranks that split sequences with this one; None if sequences are whole."""
 
 
 @dataclass(kw_only=True)
@@ -123,6 +127,7 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
     With `stage`, keep only the blocks of that pipeline stage.
     """
     refuse_partial_model(job, setting)
+    refuse_context(job, setting)
     refuse_in_backward(setting, job)
     stages: list[TracedStage] = []
 
@@ -211,6 +216,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
     sharded = strategy.is_sharded
+    context = arrange_context(model, setting)
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
     quantize_frozen(model, setting.base, "cpu" if sharded else device)
@@ -252,12 +258,13 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
             parameters,
             reduced=reduced,
             mid_backward=mid_backward,
-            statistics=statistics,
+            statistics=context or statistics,
         ),
         recomputed=tuple(recomputed),
         entries=entries,
         statistics=statistics,
         offload=offload,
+        context=context,
     )
 
 
@@ -311,7 +318,7 @@ def _make_phases(  # noqa: PLR0913 - state of arrange_model()
     *,
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
-    statistics: SharedStatistics | None,
+    statistics: SharedStatistics | ContextGroup | None,
 ) -> list[UpdatePhase]:
     """Return a phase for each loss of the optimizers, with the gradient storage of its parameters."""
     groups = group_by_loss(optimizers)
@@ -362,7 +369,7 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
     parameters: list[Any],
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
-    statistics: SharedStatistics | None,
+    statistics: SharedStatistics | ContextGroup | None,
     beside: Any,
 ) -> Gradients:
     """Return the gradient storage: sharded, in buckets that ranks sum, or as autograd makes them."""
@@ -404,7 +411,7 @@ def compute_loss(
     `own` is the loss of an optimizer, by default the job's loss.
     """
     half = autocast_dtype(state.setting)
-    with torch.autocast(state.device, dtype=half, enabled=half is not None):
+    with check_calls(state.context), torch.autocast(state.device, dtype=half, enabled=half is not None):
         if state.branch:
             loss = compute_branch_loss(state.job, state.model, batch, state.branch)
         elif state.stage is not None:

@@ -19,6 +19,7 @@ from trimtab.engine.build import (
     use_build_defaults,
 )
 from trimtab.engine.compile import CompileSwitch
+from trimtab.engine.context_parallel import refuse_context
 from trimtab.engine.in_backward import InBackwardGradients
 from trimtab.engine.in_backward_rules import refuse_in_backward
 from trimtab.engine.optimizer import ONLY, NamedOptimizer, choose_implementation, make_optimizers
@@ -47,6 +48,7 @@ from trimtab.training.process_group import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.engine.context_parallel import ContextGroup
     from trimtab.engine.gradients import Gradients
     from trimtab.engine.sync_norm import SharedStatistics
     from trimtab.engine.update_phases import UpdatePhase
@@ -107,6 +109,8 @@ class PreparedRun:
     """This object and those of the other losses, in the order in which a step computes them."""
     statistics: SharedStatistics | None = None
     """Shared statistics of synchronised BatchNorm layers; None if there are none."""
+    context: ContextGroup | None = None
+    """Ranks that split sequences with this one; None if sequences are whole."""
 
 
 def check_world_size(setting: Setting, world: World) -> None:
@@ -148,6 +152,7 @@ def prepare(
     """Build or take the model, place and cast it, distribute it over ranks, compile it."""
     setting, groups = request.setting, request.groups
     refuse_partial_model(request.job, setting)
+    refuse_context(request.job, setting)
     refuse_in_backward(setting, request.job, request.clip)
     device = torch.device(request.world.device)
     sharded = strategy_of(setting).is_sharded
@@ -220,6 +225,7 @@ def prepare(
         after_step=getattr(request.job, "after_step", None),
         pipe=None if stage is None else stage.pipe,
         statistics=arranged.statistics,
+        context=arranged.context,
     )
     prepared.losses += [prepared, *(replace(prepared, **other) for other in others)]
     return prepared
@@ -474,7 +480,7 @@ def _list_reduced(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mine = _is_inside(name, own)
-            entry = (groups.data_group, groups.data_parallel) if mine else (None, groups.size)
+            entry = (groups.data_group, groups.data_ranks) if mine else (None, groups.size)
             entries.append((parameter, *entry))
     return entries
 
