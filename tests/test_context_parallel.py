@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -15,8 +17,9 @@ from trimtab.engine import context_parallel as context
 from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.sequence_split import SequencePart, check_heads, check_length, split_batch
 from trimtab.errors import WrongUse
-from trimtab.spec import ContextMethod, LossForm, Mesh
-from worlds import together, world_of
+from trimtab.spec import ContextMethod, IncidentKind, LossForm, Mesh, Recompute, Setting, Strategy
+from trimtab.training.run import Run
+from worlds import Drill, everywhere, free_port, together, world_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -287,7 +290,7 @@ def test_a_mask_for_transformers_is_not_ignored(tmp_path: Path) -> None:
 
 
 def test_a_pass_without_split_attention_is_refused() -> None:
-    with pytest.raises(WrongUse, match=r"without torch\.nn\.functional"), context.check_calls(AloneGroup()):
+    with pytest.raises(WrongUse, match=r"torch\.nn\.functional"), context.check_calls(AloneGroup()):
         pass
 
 
@@ -303,3 +306,140 @@ def test_jobs_have_to_say_how_their_batch_is_split(tmp_path: Path) -> None:
     job.lengths = 8
     with pytest.raises(WrongUse, match="--lengths"):
         split_batch(job, job.batch(2), part)
+
+
+# ------------------------------------------------------------------------ training
+
+
+STEPS = 3
+BATCH = 4
+
+
+def make_setting(strategy: Strategy, **more: Any) -> Setting:
+    axes = {name: more.pop(name) for name in ("dp_replicate", "dp_shard", "cp") if name in more}
+    mesh = Mesh(**axes)
+    micro = more.pop("micro_batch", 2)
+    share = BATCH // mesh.data_parallel
+    return Setting(
+        strategy=strategy,
+        mesh=mesh,
+        micro_batch=min(micro, share),
+        accumulation=-(-share // micro),
+        global_batch=BATCH,
+        **more,
+    )
+
+
+SETTINGS = [
+    make_setting(Strategy.DDP, cp=2),
+    make_setting(Strategy.DDP, cp=2, cp_method=ContextMethod.ALL_TO_ALL, recompute=Recompute.FULL),
+    make_setting(Strategy.FSDP, cp=2),
+    make_setting(Strategy.FSDP, cp=2, recompute=Recompute.SELECTIVE),
+    make_setting(Strategy.DDP, cp=4),
+    make_setting(Strategy.DDP, cp=2, dp_replicate=2),
+    make_setting(Strategy.FSDP, cp=4, recompute=Recompute.FULL),
+    make_setting(Strategy.FSDP, cp=2, dp_shard=2),
+    make_setting(Strategy.HSDP, cp=2, dp_replicate=2),
+    make_setting(Strategy.FSDP, cp=2, dp_shard=2, cp_method=ContextMethod.ALL_TO_ALL),
+]
+
+
+def list_samples(job: Any) -> list[Any]:
+    """Return samples, of which some have labels at the beginning only."""
+    torch.manual_seed(3)
+    samples = []
+    for number in range(BATCH * STEPS):
+        batch = job.batch(1)
+        if isinstance(batch, dict):
+            batch["labels"][:, 20 - number :] = -100
+            samples.append({name: tensor[0] for name, tensor in batch.items()})
+        else:
+            samples.append(tuple(tensor[0] for tensor in batch))
+    return samples
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def train_steps(
+    setting: Setting, name: str, faults: Any = None
+) -> tuple[list[float], list[torch.Tensor], Any]:
+    """Return the losses, the weights after some steps, and the incidents."""
+    torch.set_default_dtype(torch.float64)
+    job = make_job(name)
+    job.global_batch = BATCH
+    if name.startswith("hf:"):
+        setting = setting.replace(loss=LossForm.CHUNKED)
+    seen: list[Any] = []
+    with Run(setting, job=job, faults=faults, listen=seen.append, join_s=60) as run:
+        torch.manual_seed(0)
+        run.prepare(job.model(), make_sgd, clip=1.0)
+        loader = run.loader(list_samples(job), seed=5)
+        outcomes = [run.step(window) for window in loader]
+        weights = [
+            parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            for parameter in run.model.parameters()
+        ]
+        assert [outcome.samples for outcome in outcomes] == [BATCH] * STEPS
+        return [outcome.loss for outcome in outcomes], [weight.detach().clone() for weight in weights], seen
+
+
+def train_all(settings: list[Setting], names: list[str], port: int) -> list[Any]:
+    """Train every job with every setting, one after the other."""
+    found = []
+    for number, (setting, name) in enumerate(product(settings, names)):
+        os.environ["MASTER_PORT"] = str(port + number)
+        found.append(train_steps(setting, name)[:2])
+    return found
+
+
+@pytest.fixture(scope="module")
+def job_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [write_llama(tmp_path_factory.mktemp("llama")), "slm:tiny"]
+
+
+@pytest.fixture(scope="module")
+def trained_alone(job_names: list[str]) -> dict[str, Any]:
+    alone = make_setting(Strategy.SINGLE)
+    found = {}
+    for name in job_names:
+        ((losses, weights, _),) = everywhere(1, train_steps, alone, name)
+        found[name] = losses, weights
+    return found
+
+
+def measure_gap(found: Any, expected: Any) -> float:
+    """Return the largest relative difference of losses and weights."""
+    gaps = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found[0], expected[0], strict=True)]
+    gaps += [
+        float((ours - theirs).abs().max() / theirs.abs().max())
+        for ours, theirs in zip(found[1], expected[1], strict=True)
+    ]
+    return max(gaps)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_on_split_sequences_is_that_of_one_process(
+    ranks: int, job_names: list[str], trained_alone: dict[str, Any]
+) -> None:
+    settings = [setting for setting in SETTINGS if setting.gpus == ranks]
+    found = everywhere(ranks, train_all, settings, job_names, free_port())
+    pairs = list(product(settings, job_names))
+    assert len(found[0]) == len(pairs)
+    for (setting, name), ours in zip(pairs, found[0], strict=True):
+        assert measure_gap(ours, trained_alone[name]) < TOLERANCE, (setting, name)
+
+
+@pytest.mark.parametrize(
+    "setting", [make_setting(Strategy.DDP, cp=2), make_setting(Strategy.FSDP, cp=2, micro_batch=3)]
+)
+def test_a_rank_without_memory_does_not_stop_the_others(
+    setting: Setting, job_names: list[str], trained_alone: dict[str, Any]
+) -> None:
+    drill = Drill(("forward", 1, 1), ("backward", 2, 0))
+    name = job_names[0]
+    found = everywhere(2, train_steps, setting, name, drill)
+    for losses, weights, _ in found:
+        assert measure_gap((losses, weights), trained_alone[name]) < TOLERANCE
+    assert {incident.kind for _, _, seen in found for incident in seen} == {IncidentKind.OUT_OF_MEMORY}

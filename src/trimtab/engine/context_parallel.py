@@ -102,7 +102,8 @@ class ContextGroup:
         if not self.calls:
             raise WrongUse(
                 f"cp={self.size}",
-                found="the model computes attention without torch.nn.functional.scaled_dot_product_attention, "
+                found="the model computes attention without "
+                "torch.nn.functional.scaled_dot_product_attention, "
                 "so that it cannot be spread over ranks",
                 cure="Call it by that name, as in functional.scaled_dot_product_attention(...), or leave cp "
                 "out.",
