@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from trimtab.spec import Mesh, Setting, Strategy
+from tensor_jobs import JOBS, make_setting, train_alone, train_together
+from trimtab.spec import Mesh, Setting
 from trimtab.training import process_group
 from trimtab.training.process_group import RankGroups, World, make_groups
+from worlds import everywhere
+
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def list_groups(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> list[RankGroups]:
@@ -16,11 +21,6 @@ def list_groups(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> list[RankG
     monkeypatch.setattr(process_group.dist, "new_group", lambda ranks: ranks)
     size = setting.gpus
     return [make_groups(setting, World(rank=rank, size=size, address="a", port=9)) for rank in range(size)]
-
-
-def make_setting(**mesh: int) -> Setting:
-    axes = Mesh(**mesh)
-    return Setting(strategy=Strategy.FSDP, mesh=axes, micro_batch=1, global_batch=axes.data_parallel)
 
 
 def test_the_ranks_of_a_layer_are_neighbours_and_see_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +42,33 @@ def test_stages_hold_whole_groups_of_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_mesh_counts_its_tensor_ranks_as_devices_but_not_as_data_parallel() -> None:
     mesh = Mesh(dp_replicate=2, dp_shard=3, tp=4)
     assert (mesh.size, mesh.data_parallel) == (24, 6)
+
+
+RUNS_OF_TWO = [
+    ("plain", {}, {"tp": 2}, None),
+    ("plain", {"tied": True}, {"tp": 2, "micro_batch": 2}, 0.5),
+    ("llama", {"heads": 8}, {"tp": 2}, 0.5),
+    ("chain", {}, {"tp": 2}, None),
+]
+RUNS_OF_FOUR = [
+    ("plain", {}, {"tp": 4}, 0.5),
+    ("llama", {"tied": True}, {"tp": 4}, None),
+    ("plain", {}, {"tp": 2, "dp_shard": 2}, 0.5),
+    ("llama", {"heads": 8}, {"tp": 2, "dp_shard": 2}, None),
+    ("plain", {}, {"tp": 2, "dp_replicate": 2}, 0.5),
+    ("chain", {}, {"tp": 2, "dp_shard": 2}, 0.5),
+]
+
+
+@pytest.mark.parametrize("runs", [RUNS_OF_TWO, RUNS_OF_FOUR], ids=["2", "4"])
+def test_ranks_that_split_layers_learn_what_one_process_learns(runs: list[Any]) -> None:
+    size = make_setting(**runs[0][2]).gpus
+    for rank in everywhere(size, train_together, runs):
+        for (name, options, mesh, clip), got in zip(runs, rank, strict=True):
+            alone = train_alone(JOBS[name](**options), clip)
+            where = f"{name} {options} {mesh}"
+            assert got["losses"] == pytest.approx(alone["losses"], abs=1e-10), where
+            assert got["norms"] == pytest.approx(alone["norms"], abs=1e-10), where
+            kinds = ["weights"] if clip else ["weights", "gradients"]
+            for kind in kinds:
+                torch.testing.assert_close(got[kind], alone[kind], atol=1e-10, rtol=0, msg=where)

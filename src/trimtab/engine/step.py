@@ -31,6 +31,8 @@ from trimtab.engine.precision import autocast_dtype, cast_weights
 from trimtab.engine.quantize import quantize_frozen
 from trimtab.engine.recompute import enable_recompute
 from trimtab.engine.sync_norm import SyncReducer, synchronise_batch_norms
+from trimtab.engine.tensor_parallel import gather_loss, refuse_tensor_split
+from trimtab.engine.tensor_plan import find_tensor_plan
 from trimtab.engine.update_phases import GradientSwitch, UpdatePhase, group_by_loss, list_parameters
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.jobs.job import list_whole_model_members, loss_function
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from trimtab.engine.optimizer import NamedOptimizer
     from trimtab.engine.pipeline_stage import TracedStage
     from trimtab.engine.sync_norm import SharedStatistics
+    from trimtab.engine.tensor_plan import TensorPlan
     from trimtab.spec import Setting
 
 __all__ = [
@@ -84,6 +87,8 @@ class ArrangedModel:
     """Holds activations on the host; None if they stay on the device."""
     context: ContextGroup | None = None
     """Ranks that split sequences with this one; None if sequences are whole."""
+    tensor_plan: TensorPlan | None = None
+    """How ranks split layers between them; None without tensor parallelism."""
 
 
 @dataclass(kw_only=True)
@@ -146,6 +151,7 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
             job, named, choose_implementation(model, setting.optimizer), setting.optimizer_rule
         ),
         install_stage=None if stage is None else install_stage,
+        follow=make_meta_loss(job, setting),
     )
     compiling = None
     if setting.compile:
@@ -188,6 +194,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     fill: FillTensor | None = None,
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None = None,
     mid_backward: Callable[[], None] | None = None,
+    follow: Callable[[nn.Module], Any] | None = None,
 ) -> ArrangedModel:
     """Cast, recompute, stage and shard a model; make its optimizers and gradient storage.
 
@@ -203,16 +210,12 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         reduced: returns the trainable parameters, each with the group that sums it and the number of ranks
             in that group; by default all ranks sum all parameters.
         mid_backward: called whenever a gradient arrives.
+        follow: computes the loss of a batch on the meta device, to find out how layers are split.
     """
     refuse_state_offload(setting)
     _refuse_eager_budget(setting)
+    refuse_tensor_split(setting)
     strategy = strategy_of(setting)
-    if setting.mesh.tp > 1:
-        raise WrongUse(
-            f"strategy {setting.strategy} with tp {setting.mesh.tp}",
-            found="its ranks do not split layers between them",
-            cure="Use tp 1.",
-        )
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
     sharded = strategy.is_sharded
@@ -222,6 +225,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     quantize_frozen(model, setting.base, "cpu" if sharded else device)
     convert_linear_layers(model, setting.dtypes, device)
     apply_loss_form(model, setting.loss)
+    tensor_plan = find_tensor_plan(model, setting.mesh.tp, follow) if setting.mesh.tp > 1 else None
     recomputed = enable_recompute(model, setting.recompute)
     entries = entries or EntryPoints()
     offload = None
@@ -235,7 +239,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     if equalise is not None and not sharded:
         equalise(model)
     if sharded:
-        shard_model(model, setting, device, fill)
+        shard_model(model, setting, device, fill, tensor_plan)
         register_entries(model, entries)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
@@ -265,7 +269,21 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         statistics=statistics,
         offload=offload,
         context=context,
+        tensor_plan=tensor_plan,
     )
+
+
+def make_meta_loss(job: Any, setting: Setting) -> Callable[[nn.Module], Any] | None:
+    """Return a function that computes the loss of one micro-batch on the meta device; None without a job."""
+    if job is None:
+        return None
+
+    def compute_meta_loss(model: nn.Module) -> Any:
+        batch = make_batch(job, setting, "meta")
+        with torch.device("meta"):
+            return loss_function(job)(model, batch)
+
+    return compute_meta_loss
 
 
 def _refuse_eager_budget(setting: Setting) -> None:
@@ -380,6 +398,7 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
             model,
             replicas=setting.mesh.dp_replicate,
             alone=setting.gpus == 1,
+            tensor_parallel=setting.mesh.tp,
             mid_backward=mid_backward,
             statistics=statistics,
             parameters=parameters,
@@ -424,7 +443,7 @@ def compute_loss(
         else:
             loss = (own or loss_function(state.job))(state.model, batch)
     check_loss(loss)
-    return loss
+    return gather_loss(loss)
 
 
 def run_step(

@@ -200,6 +200,15 @@ class ParallelStrategy(ABC):
 
     # which meshes are legal, and why not
 
+    def tensor_refusal(self, tp: int) -> Refusal | None:
+        """Return why so many ranks cannot split layers between them under this strategy; None if they can."""
+        if tp == 1 or self.is_sharded:
+            return None
+        allowed = f"{Strategy.FSDP} or {Strategy.HSDP}"
+        return Refusal(
+            f"only the ranks of {allowed} split layers between them", f"Use strategy {allowed}, or tp 1."
+        )
+
     def refusal(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Refusal | None:
         """Return why it cannot use so many GPUs in so many nodes of one size; None where it can."""
         if self.needs_several_gpus and gpus < 2:  # noqa: PLR2004 - several

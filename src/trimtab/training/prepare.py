@@ -25,7 +25,7 @@ from trimtab.engine.in_backward_rules import refuse_in_backward
 from trimtab.engine.optimizer import ONLY, NamedOptimizer, choose_implementation, make_optimizers
 from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import torch_dtype
-from trimtab.engine.step import arrange_model, refuse_partial_model
+from trimtab.engine.step import arrange_model, make_meta_loss, refuse_partial_model
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import job_error
@@ -180,6 +180,7 @@ def prepare(
         fill=broadcast_tensor if several else None,
         reduced=lambda model: _list_reduced(model, groups, own_prefix()),
         mid_backward=on_gradient,
+        follow=make_meta_loss(request.job, setting),
     )
     buffers = [entry for entry, is_buffer in _list_tensors(model, groups, own_prefix()) if is_buffer]
     bounds = rank_slice_bounds(

@@ -19,6 +19,7 @@ from trimtab.engine.additive_loss import find_batch_norms
 from trimtab.engine.in_backward import InBackwardGradients
 from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
+from trimtab.engine.tensor_parallel import gather_loss
 from trimtab.errors import NothingFits, WrongUse
 from trimtab.jobs.job import has_embeddings
 from trimtab.jobs.load import job_error
@@ -567,6 +568,7 @@ class Stepper:
         check_loss(loss)
         if (context := self.get_prepared().context) is not None:
             context.check_called()
+        loss = gather_loss(loss)
         weighted = loss if isinstance(fraction, float) and fraction == 1.0 else loss * fraction
         if self.faults is not None and self.inject_fault("gradient") == "nan":
             weighted = weighted * float("nan")
