@@ -146,10 +146,13 @@ class ContextGroup:
             ContextGroup.method_in_flight = None
         return started
 
-    @staticmethod
-    def wait(started: torch.Tensor) -> torch.Tensor:
+    def wait(self, started: torch.Tensor) -> torch.Tensor:
         """Return what a collective has received."""
-        received: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+        ContextGroup.method_in_flight = self.method
+        try:
+            received: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+        finally:
+            ContextGroup.method_in_flight = None
         return received
 
 

@@ -8,11 +8,16 @@ is on another rank. The positions must be those in the whole sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from trimtab.errors import JobFailed, WrongUse
+from trimtab.spec import ContextMethod
+
+if TYPE_CHECKING:
+    from trimtab.spec import Setting
 
 CHUNKS = 2
 """Chunks of a balanced part: one from the head of the sequence and one from its tail."""
@@ -58,6 +63,13 @@ class SequencePart:
         if not self.balanced:
             return [(self.rank * count, count)]
         return [(self.rank * count, count), ((self.multiple - 1 - self.rank) * count, count)]
+
+
+def choose_part(setting: Setting) -> SequencePart:
+    """Return the part of every sequence that this rank of the process group holds."""
+    mesh = setting.mesh
+    rank = dist.get_rank() // mesh.tp % mesh.cp if dist.is_initialized() else 0
+    return SequencePart(rank=rank, size=mesh.cp, balanced=setting.cp_method is ContextMethod.RING)
 
 
 def check_length(length: int, size: int, *, balanced: bool = True) -> None:

@@ -40,6 +40,8 @@ GRADIENT = "gradient"
 """Name of the allocations of 0 bytes that mark when a parameter's gradient is complete."""
 STATISTICS = "sync_batchnorm"
 """Prefix of the names of collectives of synchronised BatchNorm layers."""
+CONTEXT = "context_parallel"
+"""Prefix of the names of collectives of attention over sequences that ranks split; the method follows."""
 PERMUTED, BROADCAST, PROMOTED = 1, 2, 4
 """Bits for what keeps an operation from reading and writing memory sequentially."""
 

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from trimtab.engine.precision import set_tf32_flags
-from trimtab.engine.sequence_split import SequencePart, split_batch
+from trimtab.engine.sequence_split import choose_part, split_batch
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load_job
 from trimtab.planner import plan_files
-from trimtab.spec import ContextMethod, Plan, Setting
+from trimtab.spec import Plan, Setting
 from trimtab.strategies import usual_strategy
 from trimtab.training import optimizer_step, process_group
 from trimtab.training import prepare as prepare_module
@@ -253,12 +253,9 @@ class Run:
 
     def split_sequences(self, batch: Any) -> Any:
         """Return this rank's part of the sequences of a batch; the batch itself if sequences are whole."""
-        groups = self.groups
-        if groups.context_parallel == 1:
+        if self.groups.context_parallel == 1:
             return batch
-        balanced = self.setting.cp_method is ContextMethod.RING
-        part = SequencePart(rank=groups.context_rank, size=groups.context_parallel, balanced=balanced)
-        return split_batch(self.job, batch, part)
+        return split_batch(self.job, batch, choose_part(self.setting))
 
     # one optimizer step
 
