@@ -229,62 +229,23 @@ def _keep_ties(plan: TensorPlan, layers: dict[str, Any]) -> None:
     for name, role in plan.roles.items():
         if role in {Role.HEAD, Role.EMBEDDING} and (key := id(layers[name].weight)) in why:
             plan.roles[name] = Role.REPLICATED
-            reason = why[key] or "another layer has the same weight whole"
-            plan.notes.append(f"tp: {name} is whole on every rank: {reason}")
+            plan.notes.append(f"tp: {name} is whole on every rank: {why[key]}")
 
 
 # Following data through a model.
 
 OPAQUE = ""
 """Label of a tensor that mixes the outputs of a layer, so that it cannot be computed from a part of them."""
-VIEWS = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "transpose",
-        "permute",
-        "t",
-        "expand",
-        "clone",
-        "contiguous",
-        "_to_copy",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "cat",
-        "stack",
-        "unbind",
-        "alias",
-        "detach",
-        "as_strided",
-        "copy_",
-        "index_select",
-        "narrow",
-        "repeat",
-        "lift_fresh",
-        "constant_pad_nd",
-        "native_dropout",
-        "dropout",
-        "_softmax",
-        "where",
-        "masked_fill",
-        "fill_",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-    ]
-)
-"""Operations after which each output depends on the same part of a layer's outputs as before, by name."""
-REDUCTIONS = frozenset(
-    ["mean", "sum", "var", "var_mean", "std", "amax", "amin", "norm", "linalg_vector_norm"]
-)
-NORMS = frozenset(["native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm", "native_group_norm"])
-PRODUCTS = frozenset(["bmm", "mm", "matmul", "baddbmm", "addmm"])
+VIEWS = """
+    view _unsafe_view reshape transpose permute t expand clone contiguous _to_copy slice select unsqueeze squeeze
+    split split_with_sizes chunk cat stack unbind alias detach as_strided copy_ index_select narrow repeat
+    lift_fresh constant_pad_nd native_dropout dropout _softmax where masked_fill fill_ zeros_like ones_like
+    empty_like
+""".split()  # noqa: SIM905 - shorter than a list
+"""Operations after which an output depends on the same part of a layer's outputs as before, by name."""
+REDUCTIONS = ("mean", "sum", "var", "var_mean", "std", "amax", "amin", "norm", "linalg_vector_norm")
+NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm", "native_group_norm")
+PRODUCTS = ("bmm", "mm", "matmul", "baddbmm", "addmm")
 LOSS, LOG_SOFTMAX = "nll_loss_forward", "_log_softmax"
 
 
@@ -382,8 +343,11 @@ class _Follower(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense":
+            # No value is known. Mostly code asks whether it can take a shorter way: it can.
+            return args[0].dtype is torch.bool or 1
+        out = func(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         each = [self.labels(tensor) for tensor in inputs]
         labels = frozenset[str]().union(*each)
@@ -412,7 +376,7 @@ class _Follower(TorchDispatchMode):
         """Return whether an operation needs all outputs of a layer, not the part of one rank."""
         if name in PRODUCTS:
             return not all(each[:2])
-        if name in REDUCTIONS | NORMS:
+        if name in (*REDUCTIONS, *NORMS):
             return inputs[0].shape[-1] in {self._widths.get(label) for label in labels}
         return not (name in VIEWS or "attention" in name or torch.Tag.pointwise in func.tags)
 
@@ -485,10 +449,12 @@ def _can_pair(
     return all(flow.inputs[reader] == labels for label in labels for reader in flow.readers[label])
 
 
-def describe_split(plan: TensorPlan) -> str:
-    """Return a note for users: how many layers are split, over how many ranks.
+def describe_split(plan: TensorPlan | None) -> list[str]:
+    """Return notes for users: how many layers are split over how many ranks, and which are not.
 
     >>> describe_split(TensorPlan(tp=2, roles={"a": Role.COLUMN, "b": Role.ROW}, origin="the model"))
-    'tp: 2 ranks split layers by the model: 1 column, 1 row'
+    ['tp: 2 ranks split layers by the model: 1 column, 1 row']
     """
-    return f"tp: {plural(plan.tp, 'rank')} split layers by {plan.describe()}"
+    if plan is None:
+        return []
+    return [f"tp: {plural(plan.tp, 'rank')} split layers by {plan.describe()}", *plan.notes]
