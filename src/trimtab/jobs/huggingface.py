@@ -18,6 +18,7 @@ from trimtab.errors import JobFailed, TrimtabError, UnknownName, WrongUse, find_
 from trimtab.jobs.head import IGNORE_INDEX
 from trimtab.jobs.job import Job
 from trimtab.jobs.lora import add_adapters
+from trimtab.jobs.model_sizes import DEFAULT_LONGEST, POSITIONS
 from trimtab.jobs.pretrained import (
     import_transformers,
     is_planning,
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from trimtab.jobs.text.tokens import Tokens
     from trimtab.spec import BaseFormat
 
-DEFAULT_LONGEST = 1024
-"""Maximum tokens per sample without --seq."""
 MASKED_SHARE = 0.15
 """Share of tokens that are masked for a masked language model."""
 ATTENTIONS = ("sdpa", "flash_attention_2", "flex_attention", "eager")
@@ -92,8 +91,6 @@ SUPPORTED = (
     "It can be ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM, ...ForConditionalGeneration (text to text), "
 )
 SUPPORTED += "...ForSequenceClassification or ...ForImageClassification."
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""Config keys for the longest sequence of a model."""
 COUNTED_FROM_PADDING = frozenset(
     (
         *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta"),

@@ -19,6 +19,7 @@ from trimtab.planner.pins import (
     NOT_COMPILED_OFFLOADED,
     NOT_COMPILED_SYNCHRONISED,
     find_contradictions,
+    find_wrong_degree,
     has_budget,
     read_ways,
 )
@@ -265,7 +266,9 @@ def build_space(
             refusals.add(batch_loss_rules.explain_single_rank(workload), 1)
         elif len(layout.kinds) == 1:
             families += _list_families(layout, workload, policy, failed, refusals)
-        elif pins.get("strategy") in {None, by_speed}:
+        elif pins.get("strategy") in {None, by_speed} and not find_wrong_degree(
+            pins, Mesh(dp_replicate=layout.gpus)
+        ):
             mixed.append(layout)
             refusals.add(
                 f"any strategy but {by_speed} on different GPUs: all ranks would wait for the slowest; "
@@ -443,11 +446,8 @@ def _list_families(
         refusals.add(f"{precision} is only emulated by {layout.kinds[0]}", ways)
         return
     for strategy, mesh in _list_meshes(layout, len(workload.branches)):
-        if pins.get("strategy") not in (None, strategy):
-            refusals.add(f"the pin strategy={pins['strategy']}", ways)
-            continue
-        if pins.get("data_parallel") not in (None, mesh.data_parallel):
-            refusals.add(f"the pin data_parallel={pins['data_parallel']}", ways)
+        if wrong_pin := _find_wrong_pin(pins, strategy, mesh):
+            refusals.add(f"the pin {wrong_pin}={pins[wrong_pin]}", ways)
             continue
         if mesh.data_parallel > workload.global_batch:
             refusals.add(
@@ -503,6 +503,15 @@ def _list_families(
                     sync_batchnorm=synchronised,
                     splits=tuple(members),
                 )
+
+
+def _find_wrong_pin(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> str:
+    """Return the first pin that a strategy and mesh do not agree with; empty if they agree with all."""
+    if pins.get("strategy") not in (None, strategy):
+        return "strategy"
+    if pins.get("data_parallel") not in (None, mesh.data_parallel):
+        return "data_parallel"
+    return find_wrong_degree(pins, mesh)
 
 
 def _explain_in_backward(strategy: Strategy, mesh: Mesh, precision: Precision, *, in_backward: bool) -> str:

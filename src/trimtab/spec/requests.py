@@ -130,7 +130,7 @@ HostMemorySize = Annotated[
 Pins = Annotated[
     PinValues,
     option(
-        "Fix a choice of the plan: micro_batch=8, strategy=fsdp, compile=false. Can be repeated.",
+        "Fix choices of the plan: micro_batch=8, strategy=fsdp, or tp=8,pp=4. Can be repeated.",
         "--pin",
         metavar="KEY=VALUE",
         many=True,
