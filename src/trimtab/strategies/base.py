@@ -279,6 +279,26 @@ class ParallelStrategy(ABC):
             raise WrongUse(f"--strategy {self.word}", found=refusal.found, cure=refusal.cure)
         return self.usual_mesh(groups, nodes=nodes, branches=branches).replace(tp=tp, cp=cp)
 
+    def meshes_within(
+        self, gpus: int, *, nodes: int = 1, branches: int = 0, tp: int = 1, cp: int = 1
+    ) -> Iterator[Mesh]:
+        """Yield every mesh on all of these GPUs in which so many ranks split layers and sequences."""
+        inner = tp * cp
+        if inner == 1:
+            yield from self.meshes(gpus, nodes=nodes, branches=branches)
+            return
+        if gpus % inner or self.tensor_refusal(tp) or self.context_refusal(cp):
+            return
+        groups = gpus // inner
+        nodes = nodes if groups % nodes == 0 else 1
+        meshes: Iterator[Mesh] = iter(())
+        if groups > 1:
+            meshes = self.meshes(groups, nodes=nodes, branches=branches)
+        elif self.refusal(gpus, nodes=nodes, branches=branches) is None:
+            meshes = iter((self.usual_mesh(1, nodes=nodes, branches=branches),))
+        for mesh in meshes:
+            yield mesh.replace(tp=tp, cp=cp)
+
     def context_refusal(self, cp: int) -> Refusal | None:
         """Return why so many ranks cannot split sequences under it; None where they can."""
         if cp == 1 or (self.runs_whole_model and self.needs_several_gpus):

@@ -53,7 +53,8 @@ class FsdpStrategy(ParallelStrategy):
     def trace_parts(self, setting: Setting, direct: Collection[int]) -> list[Setting]:
         """Return two anchors, which give any number of shards; or that number itself."""
         shards = setting.mesh.dp_shard
-        numbers = (shards,) if shards in ANCHORS or shards in direct else ANCHORS
+        is_direct = shards in ANCHORS or shards in direct or setting.mesh.cp > 1
+        numbers = (shards,) if is_direct else ANCHORS
         mesh = setting.mesh.replace(dp_replicate=1)
         return [on_mesh(setting, Strategy.FSDP, mesh.replace(dp_shard=number)) for number in numbers]
 
