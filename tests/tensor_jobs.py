@@ -55,7 +55,7 @@ class Writer(nn.Module):
 
     def __init__(self, heads: int, words: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(words, WIDTH)
+        self.words = nn.Embedding(words, WIDTH, padding_idx=words // 2 + 1)
         self.places = nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList([Block(heads) for _ in range(2)])
         self.norm = nn.LayerNorm(WIDTH)
@@ -111,7 +111,7 @@ class LlamaJob(PlainJob):
             max_position_embeddings=TOKENS,
             tie_word_embeddings=self.tied,
         )
-        model = LlamaForCausalLM(config).double()
+        model: nn.Module = LlamaForCausalLM(config).double()  # type: ignore[no-untyped-call]
         for owner in list(model.modules()):
             for name, norm in list(owner.named_children()):
                 if type(norm).__name__ == "LlamaRMSNorm":
@@ -130,7 +130,13 @@ class ChainJob(PlainJob):
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         wide = 2 * WIDTH
-        layers = [nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH), nn.Tanh(), nn.Linear(WIDTH, wide)]
+        layers = [
+            nn.Linear(WIDTH, wide),
+            nn.ReLU(),
+            nn.Linear(wide, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, wide),
+        ]
         return nn.Sequential(*layers, nn.GELU(), nn.Linear(wide, 3)).double()
 
     def batch(self, n: int) -> Any:
@@ -145,7 +151,7 @@ JOBS = {"plain": PlainJob, "llama": LlamaJob, "chain": ChainJob}
 
 def make_setting(micro_batch: int | None = None, **mesh: int) -> Setting:
     """Return a setting whose ranks take all samples of a step in one or more micro-batches."""
-    axes = Mesh(**mesh)
+    axes = Mesh(**mesh)  # type: ignore[arg-type]  # names of axes
     own = SAMPLES // axes.data_parallel
     micro_batch = micro_batch or own
     strategy = Strategy.HSDP if axes.dp_replicate > 1 else Strategy.FSDP
@@ -202,7 +208,5 @@ def run_job(job: Any, setting: Setting, clip: float | None = None) -> dict[str, 
                 gradients = {
                     name: parameter.grad.full_tensor() for name, parameter in run.model.named_parameters()
                 }
-        weights = {
-            name: parameter.full_tensor().detach() for name, parameter in run.model.named_parameters()
-        }
+        weights = {name: parameter.full_tensor().detach() for name, parameter in run.model.named_parameters()}
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}

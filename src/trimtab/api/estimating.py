@@ -99,6 +99,7 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         compile=request.compile,
         strategy=request.strategy,
         gpus=request.gpus if request.gpus is not None else len(where.devices),
+        tp=request.tp,
         optimizer=request.optimizer,
         optimizer_in_backward=request.optimizer_in_backward,
         allocator=request.allocator,
@@ -249,6 +250,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     gpus: int,
     optimizer: str,
     allocator: str,
+    tp: int = 1,
     base: str = "none",
     loss: str = "whole",
     offload: str = "none",
@@ -264,6 +266,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     as `global_batch` needs.
     """
     from trimtab.engine.offload_rules import refuse_state_offload
+    from trimtab.engine.tensor_rules import refuse_tensor_split
     from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
@@ -277,6 +280,9 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     from trimtab.strategies import STRATEGIES
 
     how = _read_word(Strategy, strategy, "strategy")
+    if tp > 1 and how is Strategy.SINGLE:
+        # The GPUs that are left share the weights of every part of a layer.
+        how = Strategy.FSDP
     rules = STRATEGIES[how]
     if compile and rules.needs_several_gpus:
         raise WrongUse(
@@ -291,9 +297,10 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
-    if micro_batch < 1:
-        raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
-    mesh = rules.mesh(gpus, nodes=nodes, branches=branches)
+    for flag, number in (("--micro-batch", micro_batch), ("--tp", tp)):
+        if number < 1:
+            raise WrongUse(f"{flag} {number}", found="it is below 1", cure="Give at least 1.")
+    mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp)
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
@@ -316,6 +323,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     )
     # The tracer refuses it too, after it has loaded the job.
     refuse_state_offload(setting)
+    refuse_tensor_split(setting)
     return setting
 
 

@@ -30,8 +30,9 @@ from trimtab.engine.precision import autocast_dtype, cast_weights
 from trimtab.engine.quantize import quantize_frozen
 from trimtab.engine.recompute import enable_recompute
 from trimtab.engine.sync_norm import SyncReducer, synchronise_batch_norms
-from trimtab.engine.tensor_parallel import gather_loss, refuse_tensor_split
+from trimtab.engine.tensor_parallel import gather_loss
 from trimtab.engine.tensor_plan import find_tensor_plan
+from trimtab.engine.tensor_rules import refuse_tensor_split
 from trimtab.engine.update_phases import GradientSwitch, UpdatePhase, group_by_loss, list_parameters
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.jobs.job import list_whole_model_members, loss_function

@@ -17,47 +17,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map
 
 from trimtab.engine.tensor_plan import Role
-from trimtab.errors import WrongUse
-from trimtab.spec import LossForm, OptimizerRule
 
 if TYPE_CHECKING:
     from trimtab.engine.tensor_plan import TensorPlan
-    from trimtab.spec import Setting
 
 SEQUENCE = 1
 """Dimension of the sequence in the activations between layers: samples, sequence, features."""
 GATHERED = "_trimtab_gathered"
 """Attribute of a tensor that holds its gathered copy, as long as the tensor itself lives."""
-
-
-def refuse_tensor_split(setting: Setting) -> None:
-    """Raise WrongUse if a setting cannot be combined with tensor parallelism."""
-    if setting.mesh.tp == 1:
-        return
-    from trimtab.strategies import strategy_of
-
-    refusal = strategy_of(setting).tensor_refusal(setting.mesh.tp)
-    if refusal is not None:
-        raise WrongUse(
-            f"strategy {setting.strategy} with tp {setting.mesh.tp}", found=refusal.found, cure=refusal.cure
-        )
-    options = {
-        f"loss {setting.loss}": setting.loss is not LossForm.WHOLE,
-        f"base {setting.base}": setting.base.storage.is_quantized,
-        f"precision {setting.precision}": setting.dtypes.products_format is not None,
-        f"offload {', '.join(setting.offload)}": bool(setting.offload),
-        f"optimizer_rule {setting.optimizer_rule}": setting.optimizer_rule is not OptimizerRule.JOB,
-        "optimizer_in_backward": setting.optimizer_in_backward,
-        "sync_batchnorm": setting.sync_batchnorm,
-        "compile": setting.compile,
-    }
-    option = next((name for name, is_used in options.items() if is_used), "")
-    if option:
-        raise WrongUse(
-            f"tp {setting.mesh.tp} with {option}",
-            found="trimtab does not run the two together",
-            cure="Leave one of the two out.",
-        )
 
 
 class TensorSplitter:
@@ -114,6 +81,10 @@ class TensorSplitter:
             module.register_forward_hook(_gather_output)
         if role in {Role.ROW, Role.EMBEDDING}:
             module.register_forward_hook(_scatter_output)
+        if isinstance(module, nn.Embedding) and role is Role.EMBEDDING and module.padding_idx is not None:
+            # The part of a rank has other indices; what is left to do is to give that entry no gradient.
+            module.register_forward_hook(functools.partial(_stop_gradient_at, module.padding_idx))
+            module.padding_idx = None
 
 
 def _get_dim(role: Role, name: str) -> int | None:
@@ -148,6 +119,10 @@ def _scatter_output(_: nn.Module, __: Any, output: Any) -> Any:
     return output.redistribute(placements=[Replicate()])
 
 
+def _stop_gradient_at(entry: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return torch.where((args[0] == entry).unsqueeze(-1), output.detach(), output)
+
+
 def gather_loss(loss: Any) -> Any:
     """Return a loss as a plain tensor with the value that all ranks of the group agree on."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
@@ -179,42 +154,21 @@ def _register_cpu_attention() -> None:
     aten = torch.ops.aten
     ways = (Replicate(), Shard(0), Shard(1))
 
-    def list_forward(  # noqa: PLR0913, PLR0917 - the arguments of the operation
-        query: Any,
-        key: Any,
-        value: Any,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        attn_mask: Any = None,
-        scale: Any = None,
-    ) -> Any:
-        mask = None if attn_mask is None else Replicate()
-        return [([way] * 2, [*[way] * 3, None, None, mask, None]) for way in _drop_samples(ways, attn_mask)]
+    def list_ways(results: int, sources: int, rest: list[Any], mask: Any) -> Any:
+        """Return for each way the splits of results, then of arguments: sources, numbers, mask, scale."""
+        # A mask may differ between samples, so that it does not go with a split by samples.
+        chosen = ways if mask is None else ways[::2]
+        last = [None if mask is None else Replicate(), None]
+        return [([way] * results, [*[way] * sources, *rest, *last]) for way in chosen]
 
-    def list_backward(  # noqa: PLR0913, PLR0917 - the arguments of the operation
-        grad_out: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        logsumexp: Any,
-        dropout_p: float,
-        is_causal: bool,
-        *,
-        attn_mask: Any = None,
-        scale: Any = None,
-    ) -> Any:
-        mask = None if attn_mask is None else Replicate()
-        return [([way] * 3, [*[way] * 6, None, None, mask, None]) for way in _drop_samples(ways, attn_mask)]
+    def list_forward(*args: Any, attn_mask: Any = None, **_: Any) -> Any:
+        return list_ways(2, 3, [None] * (len(args) - 3), attn_mask)
+
+    def list_backward(*args: Any, attn_mask: Any = None, **_: Any) -> Any:
+        return list_ways(3, 6, [None] * (len(args) - 6), attn_mask)
 
     register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)(list_forward)
     register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(list_backward)
-
-
-def _drop_samples(ways: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
-    """Leave out the split by samples if there is a mask, which may differ between samples."""
-    return ways if mask is None else ways[::2]
 
 
 def _register_losses() -> None:
@@ -239,9 +193,9 @@ def _run_loss_operation(
 ) -> Any:
     """Run an operation of a loss on DTensors; the argument at `place` has the classes in dimension 1."""
     logits = args[place]
-    if isinstance(logits, DTensor) and any(placement.is_shard(1) for placement in logits.placements):
-        if logits.dim() == 2:  # noqa: PLR2004 - tokens, classes
-            return by_parts(operation, args, kwargs)
+    is_flat = isinstance(logits, DTensor) and logits.dim() == 2  # noqa: PLR2004 - tokens, classes
+    if is_flat and any(placement.is_shard(1) for placement in logits.placements):
+        return by_parts(operation, args, kwargs)
     mesh = next(value.device_mesh for value in args if isinstance(value, DTensor))
 
     def make_plain(value: Any) -> Any:

@@ -123,9 +123,7 @@ def _refuse(tp: int, found: str, cure: str) -> WrongUse:
 
 def _list_layers(model: nn.Module) -> dict[str, Any]:
     return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
     }
 
 
@@ -188,9 +186,7 @@ def _check_widths(plan: TensorPlan, layers: dict[str, Any], heads: dict[str, int
             )
 
 
-def _place_vocabulary(
-    plan: TensorPlan, layers: dict[str, Any], flow: DataFlow | None, failure: str
-) -> None:
+def _place_vocabulary(plan: TensorPlan, layers: dict[str, Any], flow: DataFlow | None, failure: str) -> None:
     """Set the roles of the layer before the loss and of embeddings of as many entries."""
     heads = set() if flow is None else flow.heads_of_loss
     for name, role in list(plan.roles.items()):
@@ -221,34 +217,33 @@ def _keep_ties(plan: TensorPlan, layers: dict[str, Any]) -> None:
         layer = layers[name]
         if role not in {Role.HEAD, Role.EMBEDDING}:
             # A tied weight has one split only.
-            why.setdefault(id(layer.weight), "" if role is Role.REPLICATED else "its weight is split in another way")
+            why.setdefault(
+                id(layer.weight), "" if role is Role.REPLICATED else "its weight is split in another way"
+            )
             continue
         entries = layer.weight.shape[0]
         if entries % plan.tp:
             why[id(layer.weight)] = f"{entries} entries do not divide by {plan.tp}"
-        elif getattr(layer, "padding_idx", None) is not None:
-            why[id(layer.weight)] = "torch does not split an embedding with a padding_idx"
     for name, role in plan.roles.items():
         if role in {Role.HEAD, Role.EMBEDDING} and (key := id(layers[name].weight)) in why:
             plan.roles[name] = Role.REPLICATED
-            reason = why[key] or "another layer has the same weight whole"
-            plan.notes.append(f"tp: {name} is whole on every rank: {reason}")
+            plan.notes.append(f"tp: {name} is whole on every rank: {why[key]}")
 
 
 # Following data through a model.
 
 OPAQUE = ""
 """Label of a tensor that mixes the outputs of a layer, so that it cannot be computed from a part of them."""
-VIEWS = frozenset(
-    "view _unsafe_view reshape transpose permute t expand clone contiguous _to_copy slice select unsqueeze "
-    "squeeze split split_with_sizes chunk cat stack unbind alias detach as_strided copy_ index_select narrow "
-    "repeat lift_fresh constant_pad_nd native_dropout dropout _softmax where masked_fill fill_ zeros_like "
-    "ones_like empty_like".split()
-)
-"""Operations after which each output depends on the same part of a layer's outputs as before, by name."""
-REDUCTIONS = frozenset("mean sum var var_mean std amax amin norm linalg_vector_norm".split())
-NORMS = frozenset("native_layer_norm _fused_rms_norm rms_norm layer_norm native_group_norm".split())
-PRODUCTS = frozenset("bmm mm matmul baddbmm addmm".split())
+VIEWS = """
+    view _unsafe_view reshape transpose permute t expand clone contiguous _to_copy slice select unsqueeze
+    squeeze split split_with_sizes chunk cat stack unbind alias detach as_strided copy_ index_select narrow
+    repeat lift_fresh constant_pad_nd native_dropout dropout _softmax where masked_fill fill_ zeros_like
+    ones_like empty_like _safe_softmax
+""".split()  # noqa: SIM905 - shorter than a list
+"""Operations after which an output depends on the same part of a layer's outputs as before, by name."""
+REDUCTIONS = ("mean", "sum", "var", "var_mean", "std", "amax", "amin", "norm", "linalg_vector_norm")
+NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm", "native_group_norm")
+PRODUCTS = ("bmm", "mm", "matmul", "baddbmm", "addmm")
 LOSS, LOG_SOFTMAX = "nll_loss_forward", "_log_softmax"
 
 
@@ -346,8 +341,11 @@ class _Follower(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense":
+            # No value is known. Mostly code asks whether it can take a shorter way: it can.
+            return args[0].dtype is torch.bool or 1
+        out = func(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         each = [self.labels(tensor) for tensor in inputs]
         labels = frozenset[str]().union(*each)
@@ -376,7 +374,7 @@ class _Follower(TorchDispatchMode):
         """Return whether an operation needs all outputs of a layer, not the part of one rank."""
         if name in PRODUCTS:
             return not all(each[:2])
-        if name in REDUCTIONS | NORMS:
+        if name in (*REDUCTIONS, *NORMS):
             return inputs[0].shape[-1] in {self._widths.get(label) for label in labels}
         return not (name in VIEWS or "attention" in name or torch.Tag.pointwise in func.tags)
 
@@ -449,10 +447,12 @@ def _can_pair(
     return all(flow.inputs[reader] == labels for label in labels for reader in flow.readers[label])
 
 
-def describe_split(plan: TensorPlan) -> str:
-    """Return a note for users: how many layers are split, over how many ranks.
+def describe_split(plan: TensorPlan | None) -> list[str]:
+    """Return notes for users: how many layers are split over how many ranks, and which are not.
 
     >>> describe_split(TensorPlan(tp=2, roles={"a": Role.COLUMN, "b": Role.ROW}, origin="the model"))
-    'tp: 2 ranks split layers by the model: 1 column, 1 row'
+    ['tp: 2 ranks split layers (the model: 1 column, 1 row)']
     """
-    return f"tp: {plural(plan.tp, 'rank')} split layers by {plan.describe()}"
+    if plan is None:
+        return []
+    return [f"tp: {plural(plan.tp, 'rank')} split layers ({plan.describe()})", *plan.notes]

@@ -202,6 +202,13 @@ StrategyName = Annotated[
     option("How the work is spread over GPUs: single, ddp, fsdp, hsdp, branch, hybrid or pipeline."),
 ]
 GpuCount = Annotated[int | None, option("Number of GPUs; default: all that `on` names.", None)]
+TensorParallel = Annotated[
+    int,
+    option(
+        "Tensor parallelism: number of neighbouring GPUs that split every layer between them. With it, "
+        "strategy single means fsdp over the rest of the GPUs."
+    ),
+]
 SyncBatchnorm = Annotated[
     bool, option("Compute BatchNorm statistics over a micro-batch of all GPUs together.")
 ]
@@ -360,6 +367,7 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     compile: Compile = False
     strategy: StrategyName = "single"
     gpus: GpuCount = None
+    tp: TensorParallel = 1
     optimizer: OptimizerName = "fused"
     optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
@@ -394,6 +402,7 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     compile: Compile = False
     strategy: StrategyName = "single"
     gpus: GpuCount = None
+    tp: TensorParallel = 1
     optimizer: OptimizerName = "fused"
     optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from trimtab.errors import WrongUse
 from trimtab.spec import Mesh, Strategy
-from trimtab.spec.trace import STATISTICS
+from trimtab.spec.trace import STATISTICS, TENSOR_PARALLEL_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -99,13 +99,39 @@ class Traffic:
     hidden_backward_s: float
 
     def collectives(self, *, statistics: bool = False) -> list[Work]:
-        """List the traced collectives: those of synchronised BatchNorm, or all others."""
+        """List the traced collectives: those of synchronised BatchNorm, or all others but those in layers."""
         works = (self.trace.works[number] for number in self.trace.sequence)
         return [
             work
             for work in works
             if (work.op.startswith(STATISTICS) if statistics else _is_plain_collective(work))
         ]
+
+    def within_layers_s(self) -> float:
+        """Return the seconds for which ranks that split layers between them wait for each other.
+
+        Every layer needs the result before it goes on, so that no computing hides it.
+        """
+        ranks = self.setting.mesh.tp
+        if ranks == 1:
+            return 0.0
+        works = (self.trace.works[number] for number in self.trace.sequence)
+        once = sum(
+            self._within_layer_s(work, ranks) for work in works if work.op.startswith(TENSOR_PARALLEL_OPS)
+        )
+        return self.setting.accumulation * once
+
+    def _within_layer_s(self, work: Work, ranks: int) -> float:
+        if "wait" in work.op:
+            return 0.0
+        for word, cost in (
+            ("all_gather", self.links.all_gather_s),
+            ("reduce_scatter", self.links.reduce_scatter_s),
+            ("all_reduce", self.links.all_reduce_s),
+        ):
+            if word in work.op:
+                return cost(work.read_bytes, ranks)
+        return self.links.all_to_all_s(work.read_bytes, ranks)
 
     def statistics_s(self) -> float:
         """Return the seconds of synchronised BatchNorm: each layer waits for the ranks, both ways."""
@@ -121,7 +147,7 @@ class Traffic:
 
 
 def _is_plain_collective(work: Work) -> bool:
-    return work.kind == "collective" and not work.op.startswith(STATISTICS)
+    return work.kind == "collective" and not work.op.startswith((STATISTICS, *TENSOR_PARALLEL_OPS))
 
 
 class ParallelStrategy(ABC):
@@ -224,12 +250,24 @@ class ParallelStrategy(ABC):
         if self.refusal(gpus, nodes=nodes, branches=branches) is None:
             yield self.usual_mesh(gpus, nodes=nodes, branches=branches)
 
-    def mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Mesh:
-        """Return the usual mesh; raise WrongUse where the strategy is refused."""
-        refusal = self.refusal(gpus, nodes=nodes, branches=branches)
+    def mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0, tp: int = 1) -> Mesh:
+        """Return the usual mesh, in which each `tp` neighbours split layers; raise WrongUse if refused."""
+        refusal = self.tensor_refusal(tp)
+        if refusal is not None:
+            raise WrongUse(f"--tp {tp} with --strategy {self.word}", found=refusal.found, cure=refusal.cure)
+        if gpus % tp:
+            divisors = [str(each) for each in range(1, gpus + 1) if gpus % each == 0]
+            raise WrongUse(
+                f"--tp {tp}",
+                found=f"there are {gpus} GPUs, which do not divide by {tp}",
+                cure=f"Use a tp of {', '.join(divisors[:8])}.",
+            )
+        groups = gpus // tp
+        # A single group of ranks that split layers is several GPUs.
+        refusal = self.refusal(max(groups, min(gpus, 2)), nodes=nodes, branches=branches)
         if refusal is not None:
             raise WrongUse(f"--strategy {self.word}", found=refusal.found, cure=refusal.cure)
-        return self.usual_mesh(gpus, nodes=nodes, branches=branches)
+        return self.usual_mesh(groups, nodes=nodes, branches=branches).replace(tp=tp)
 
     def pin_conflicts(self, pins: Mapping[str, Any], available: int, branches: int) -> list[Refusal]:
         """List the pins that cannot go with this strategy, which is pinned too."""
@@ -256,6 +294,12 @@ class ParallelStrategy(ABC):
 
     def resized(self, mesh: Mesh, ranks: int, *, nodes: int = 1, branches: int = 0) -> tuple[Strategy, Mesh]:
         """Return the nearest strategy and mesh for another number of ranks; `mesh` is the one until now."""
+        tp = mesh.tp if ranks % mesh.tp == 0 else 1
+        groups = ranks // tp
+        if tp > 1 and (groups == 1 or self.refusal(groups, nodes=nodes, branches=branches) is not None):
+            return Strategy.FSDP, Mesh(dp_shard=groups, tp=tp)
+        if tp > 1:
+            return self.word, self.usual_mesh(groups, nodes=nodes, branches=branches).replace(tp=tp)
         if ranks == 1 or self.refusal(ranks, nodes=nodes, branches=branches) is None:
             return alone_or(self, ranks, nodes=nodes, branches=branches)
         return Strategy.FSDP, Mesh(dp_shard=ranks)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from trimtab.engine.precision import dtype_name
 from trimtab.engine.sync_norm import SharedStatistics
 from trimtab.spec import Work
-from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED, STATISTICS
+from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED, STATISTICS, TENSOR_PARALLEL_OPS
 from trimtab.trace.data_dependent import RAGGED_ATTRIBUTE
 from trimtab.trace.fake_ops import PRODUCT_OPS, count_nonzeros, is_sparse, sparse_bytes
 from trimtab.trace.packed_attention import PACKED_OPS, describe_packed
@@ -135,7 +135,7 @@ def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
     rule = _RULES.get(name)
     if rule is not None:
         return rule(name, args, out)
-    if name.startswith(("c10d::", "_c10d_functional::")):
+    if name.startswith(("c10d::", *TENSOR_PARALLEL_OPS)):
         return _describe_collective(name, inputs, results)
     if name in PACKED_OPS:
         return describe_packed(func, name, args, kwargs)
