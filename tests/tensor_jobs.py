@@ -55,7 +55,7 @@ class Writer(nn.Module):
 
     def __init__(self, heads: int, words: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(words, WIDTH)
+        self.words = nn.Embedding(words, WIDTH, padding_idx=words // 2 + 1)
         self.places = nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList([Block(heads) for _ in range(2)])
         self.norm = nn.LayerNorm(WIDTH)
@@ -111,7 +111,7 @@ class LlamaJob(PlainJob):
             max_position_embeddings=TOKENS,
             tie_word_embeddings=self.tied,
         )
-        model = LlamaForCausalLM(config).double()
+        model: nn.Module = LlamaForCausalLM(config).double()  # type: ignore[no-untyped-call]
         for owner in list(model.modules()):
             for name, norm in list(owner.named_children()):
                 if type(norm).__name__ == "LlamaRMSNorm":
@@ -151,7 +151,7 @@ JOBS = {"plain": PlainJob, "llama": LlamaJob, "chain": ChainJob}
 
 def make_setting(micro_batch: int | None = None, **mesh: int) -> Setting:
     """Return a setting whose ranks take all samples of a step in one or more micro-batches."""
-    axes = Mesh(**mesh)
+    axes = Mesh(**mesh)  # type: ignore[arg-type]  # names of axes
     own = SAMPLES // axes.data_parallel
     micro_batch = micro_batch or own
     strategy = Strategy.HSDP if axes.dp_replicate > 1 else Strategy.FSDP

@@ -347,7 +347,7 @@ SETTINGS = [
 def list_samples(job: Any) -> list[Any]:
     """Return samples, of which some have labels at the beginning only."""
     torch.manual_seed(3)
-    samples = []
+    samples: list[Any] = []
     for number in range(BATCH * STEPS):
         batch = job.batch(1)
         if isinstance(batch, dict):
@@ -416,7 +416,7 @@ def measure_gap(found: Any, expected: Any) -> float:
         float((ours - theirs).abs().max() / theirs.abs().max())
         for ours, theirs in zip(found[1], expected[1], strict=True)
     ]
-    return max(gaps)
+    return float(max(gaps))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

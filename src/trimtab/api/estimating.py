@@ -282,13 +282,13 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         Setting,
         Strategy,
     )
-    from trimtab.strategies import STRATEGIES
+    from trimtab.strategies import STRATEGIES, strategy_by_degrees
 
     how = _read_word(Strategy, strategy, "strategy")
-    if max(tp, cp) > 1 and how is Strategy.SINGLE:
-        # The GPUs that are left share the weights of every part of a layer.
-        how = Strategy.FSDP
     rules = STRATEGIES[how]
+    if max(tp, cp) > 1 and not rules.needs_several_gpus:
+        # The GPUs that are left share the weights of every part of a layer.
+        rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     if compile and rules.needs_several_gpus:
         raise WrongUse(
             f"--compile with --strategy {strategy}",
@@ -310,7 +310,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
     setting = Setting(
-        strategy=how,
+        strategy=rules.word,
         mesh=mesh,
         micro_batch=micro_batch,
         accumulation=-(-whole // (micro_batch * mesh.data_parallel)),

@@ -81,6 +81,10 @@ class TensorSplitter:
             module.register_forward_hook(_gather_output)
         if role in {Role.ROW, Role.EMBEDDING}:
             module.register_forward_hook(_scatter_output)
+        if isinstance(module, nn.Embedding) and role is Role.EMBEDDING and module.padding_idx is not None:
+            # The part of a rank has other indices; what is left to do is to give that entry no gradient.
+            module.register_forward_hook(functools.partial(_stop_gradient_at, module.padding_idx))
+            module.padding_idx = None
 
 
 def _get_dim(role: Role, name: str) -> int | None:
@@ -113,6 +117,10 @@ def _scatter_output(_: nn.Module, __: Any, output: Any) -> Any:
     if has_sequence and output.shape[SEQUENCE] % output.device_mesh.size() == 0:
         return output.redistribute(placements=[Shard(SEQUENCE)])
     return output.redistribute(placements=[Replicate()])
+
+
+def _stop_gradient_at(entry: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return torch.where((args[0] == entry).unsqueeze(-1), output.detach(), output)
 
 
 def gather_loss(loss: Any) -> Any:

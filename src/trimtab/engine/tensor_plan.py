@@ -224,8 +224,6 @@ def _keep_ties(plan: TensorPlan, layers: dict[str, Any]) -> None:
         entries = layer.weight.shape[0]
         if entries % plan.tp:
             why[id(layer.weight)] = f"{entries} entries do not divide by {plan.tp}"
-        elif getattr(layer, "padding_idx", None) is not None:
-            why[id(layer.weight)] = "torch does not split an embedding with a padding_idx"
     for name, role in plan.roles.items():
         if role in {Role.HEAD, Role.EMBEDDING} and (key := id(layers[name].weight)) in why:
             plan.roles[name] = Role.REPLICATED
@@ -237,10 +235,10 @@ def _keep_ties(plan: TensorPlan, layers: dict[str, Any]) -> None:
 OPAQUE = ""
 """Label of a tensor that mixes the outputs of a layer, so that it cannot be computed from a part of them."""
 VIEWS = """
-    view _unsafe_view reshape transpose permute t expand clone contiguous _to_copy slice select unsqueeze squeeze
-    split split_with_sizes chunk cat stack unbind alias detach as_strided copy_ index_select narrow repeat
-    lift_fresh constant_pad_nd native_dropout dropout _softmax where masked_fill fill_ zeros_like ones_like
-    empty_like
+    view _unsafe_view reshape transpose permute t expand clone contiguous _to_copy slice select unsqueeze
+    squeeze split split_with_sizes chunk cat stack unbind alias detach as_strided copy_ index_select narrow
+    repeat lift_fresh constant_pad_nd native_dropout dropout _softmax where masked_fill fill_ zeros_like
+    ones_like empty_like _safe_softmax
 """.split()  # noqa: SIM905 - shorter than a list
 """Operations after which an output depends on the same part of a layer's outputs as before, by name."""
 REDUCTIONS = ("mean", "sum", "var", "var_mean", "std", "amax", "amin", "norm", "linalg_vector_norm")
@@ -453,8 +451,8 @@ def describe_split(plan: TensorPlan | None) -> list[str]:
     """Return notes for users: how many layers are split over how many ranks, and which are not.
 
     >>> describe_split(TensorPlan(tp=2, roles={"a": Role.COLUMN, "b": Role.ROW}, origin="the model"))
-    ['tp: 2 ranks split layers by the model: 1 column, 1 row']
+    ['tp: 2 ranks split layers (the model: 1 column, 1 row)']
     """
     if plan is None:
         return []
-    return [f"tp: {plural(plan.tp, 'rank')} split layers by {plan.describe()}", *plan.notes]
+    return [f"tp: {plural(plan.tp, 'rank')} split layers ({plan.describe()})", *plan.notes]

@@ -58,7 +58,8 @@ UNEXPLAINED_LOSSES = (
 CONTEXT_NOTES = {
     ContextMethod.RING: "time: the next keys and values of a ring are on their way while the current block "
     "is computed; such a ring was never measured",
-    ContextMethod.ALL_TO_ALL: "time: nothing hides the exchange of positions for heads; it was never measured",
+    ContextMethod.ALL_TO_ALL: "time: nothing hides the exchange of positions for heads; it was never "
+    "measured",
 }
 """What the time of attention over split sequences takes for granted."""
 CALLS_NOT_MEASURED = (

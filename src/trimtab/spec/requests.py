@@ -205,8 +205,8 @@ GpuCount = Annotated[int | None, option("Number of GPUs; default: all that `on` 
 TensorParallel = Annotated[
     int,
     option(
-        "Tensor parallelism: number of neighbouring GPUs that split every layer between them. Strategy single "
-        "then means fsdp over the rest of the GPUs."
+        "Tensor parallelism: number of neighbouring GPUs that split every layer between them. With it, "
+        "strategy single means fsdp over the rest of the GPUs."
     ),
 ]
 ContextParallel = Annotated[
