@@ -221,13 +221,13 @@ TYPES: dict[str, Any] = {
 def check_inner_degrees(strategy: ParallelStrategy) -> None:
     """Ranks that split layers or sequences are neighbours in a mesh of all GPUs."""
     for tp, cp in ((2, 1), (1, 2), (2, 2)):
-        meshes = list(strategy.meshes_within(8, nodes=2, tp=tp, cp=cp))
+        meshes = list(strategy.meshes_within(16, nodes=2, tp=tp, cp=cp))
         refused = strategy.tensor_refusal(tp) or strategy.context_refusal(cp)
         assert bool(meshes) is not bool(refused)
-        assert all((mesh.size, mesh.tp, mesh.cp) == (8, tp, cp) for mesh in meshes)
+        assert all((mesh.size, mesh.tp, mesh.cp) == (16, tp, cp) for mesh in meshes)
         if refused:
             with pytest.raises(WrongUse):
-                strategy.mesh(8, nodes=2, tp=tp, cp=cp)
+                strategy.mesh(16, nodes=2, tp=tp, cp=cp)
     assert not list(strategy.meshes_within(6, cp=4))
     assert list(strategy.meshes_within(8, nodes=2)) == list(strategy.meshes(8, nodes=2))
 
