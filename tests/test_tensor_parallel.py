@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import pytest  # noqa: TC002
 
 from trimtab.spec import Mesh, Setting, Strategy
 from trimtab.training import process_group

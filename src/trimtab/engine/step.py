@@ -171,7 +171,7 @@ def refuse_partial_model(job: Any, setting: Setting) -> None:
         )
 
 
-def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing and training
+def arrange_model(  # noqa: C901, PLR0913 - hooks for the differences between tracing and training
     model: nn.Module,
     setting: Setting,
     device: str,
