@@ -7,18 +7,17 @@ from typing import Any
 import pytest  # noqa: TC002
 
 from trimtab.spec import Mesh, Setting, Strategy
-from trimtab.training import process_group
 from trimtab.training.process_group import RankGroups, World, make_groups
 
 
 def list_groups(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> list[RankGroups]:
     """Return the groups of every rank; a process group is the list of its ranks."""
-    monkeypatch.setattr(process_group.dist, "new_group", lambda ranks: ranks)
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks: ranks)
     size = setting.gpus
     return [make_groups(setting, World(rank=rank, size=size, address="a", port=9)) for rank in range(size)]
 
 
-def make_setting(**mesh: int) -> Setting:
+def make_setting(**mesh: Any) -> Setting:
     axes = Mesh(**mesh)
     return Setting(strategy=Strategy.FSDP, mesh=axes, micro_batch=1, global_batch=axes.data_parallel)
 
