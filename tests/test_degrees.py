@@ -239,7 +239,8 @@ def test_the_suggested_degree_is_legal(tp: int, heads: int, layers: int, pp: int
         name = finding.given.partition("=")[0]
         numbers = [int(number) for number in re.findall(r"\d+", finding.cure)]
         for number in numbers:
-            again = lint_degrees(replace(Degrees(), **{name: number}), sizes, ClusterShape(), EXACT)
+            changed: dict[str, Any] = {name: number}
+            again = lint_degrees(Degrees(**changed), sizes, ClusterShape(), EXACT)
             assert finding.rule not in {other.rule for other in again}, (finding, number)
 
 

@@ -57,6 +57,7 @@ from trimtab.spec.run import (
 from trimtab.spec.script import PhasePeak, ScriptChange, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
 from trimtab.spec.setting import (
     Allocator,
+    ContextMethod,
     LossForm,
     Mesh,
     Offload,
@@ -84,6 +85,7 @@ __all__ = [
     "Candidate",
     "Cluster",
     "Comparison",
+    "ContextMethod",
     "DecoderShape",
     "Device",
     "DeviceProcess",
