@@ -746,7 +746,7 @@ def _describe_layouts(ranking: LayoutRanking) -> Iterator[tuple[str, str]]:
     yield "memory", f"fullest rank{stage}: {held}"
     ruled_out = [f"{reason} ({count:,})" for reason, count in ranking.ruled_out.items()]
     yield "search", f"{ranking.examined:,} layouts; ruled out: {', '.join(ruled_out) or 'none'}"
-    if ranking.data_parallel is None:
+    if ranking.data_parallel is None and not ranking.is_pinned:
         yield "search", "no layout of data parallelism alone fits"
     for line in ranking.assumptions:
         yield "assumed", line

@@ -84,6 +84,7 @@ def layouts(request: LayoutsRequest) -> LayoutRanking:
         gpus=gpus,
         sequence=sequence,
         global_batch=global_batch,
+        is_pinned=bool(question.pins),
         trainer=request.trainer,
         parameters=shape.parameters,
         rows=tuple(describe.row(each) for each in search.best_by_mesh()[: request.top]),

@@ -22,7 +22,7 @@ MOST_MICRO_BATCH = 64
 MOST_VIRTUAL = 8
 ENDS = 2
 """Stages that may have a layer less: the first and the last."""
-ALIKE = 1.02
+ALIKE = 1.03
 """Step times within this factor count as equal: predictions are less exact."""
 DEGREES = ("tp", "cp", "pp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "micro_batch")
 """Degrees that can be pinned."""

@@ -203,7 +203,8 @@ class LayoutEstimator:
 
     def estimate_memory(self, layout: Layout) -> LayoutMemory:
         """Return the memory of the fullest rank, as torch allocates it."""
-        stages = {0, layout.pp - 1}
+        # The first holds most micro-batches, the second may have a layer more, the last has the head.
+        stages = {0, min(1, layout.pp - 1), layout.pp - 1}
         return max((self._stage_memory(layout, stage) for stage in stages), key=lambda found: found.total)
 
     def _stage_memory(self, layout: Layout, stage: int) -> LayoutMemory:

@@ -120,6 +120,8 @@ class LayoutRanking(Noun, frozen=True, kw_only=True):
     sequence: int
     global_batch: int
     """Sequences per optimizer step."""
+    is_pinned: bool = False
+    """Whether some degrees were fixed."""
     trainer: str
     """Whose way of sharding the layouts are for: torchtitan or megatron."""
     parameters: int
