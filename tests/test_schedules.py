@@ -131,7 +131,7 @@ def test_torch_has_every_schedule_by_its_word(schedule: Schedule) -> None:
     ("shape", "text"),
     [
         ((Schedule.ONE_F_ONE_B, 2, 2, 4), "one stage a rank"),
-        ((Schedule.INTERLEAVED, 2, 1, 4), "two virtual stages or more"),
+        ((Schedule.INTERLEAVED, 2, 1, 4), "needs virtual_stages of 2 or more"),
         ((Schedule.ZERO_BUBBLE, 4, 2, 11), "11 is no multiple of 2"),
         ((Schedule.ZERO_BUBBLE, 4, 2, 10), ""),
         ((Schedule.ONE_F_ONE_B, 4, 1, 11), ""),

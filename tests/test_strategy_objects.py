@@ -22,7 +22,7 @@ from trimtab.planner.space import build_space
 from trimtab.predict.communication import Links
 from trimtab.spec import Mesh, Policy, Setting, Strategy, Trace, Work
 from trimtab.strategies import STRATEGIES, one_micro_batch, one_replica, strategy_of, usual_strategy
-from trimtab.strategies.base import Derivation, ParallelStrategy, Refusal, Traffic, Wrapping
+from trimtab.strategies.base import Derivation, ParallelStrategy, PassTimes, Refusal, Traffic, Wrapping
 from trimtab.strategies.fsdp import FsdpStrategy
 from trimtab.strategies.pipeline import MOST_STAGES
 
@@ -164,7 +164,10 @@ def check_costs(strategy: ParallelStrategy) -> None:
         assert shares is None or 1 <= shares <= setting.gpus
         assert strategy.least_rounds(setting.mesh) >= 1
         assert isinstance(strategy.uses_global_batch(setting.mesh), bool)
-        assert strategy.idle_s(setting, [1.0, 2.0], 0) >= 0
+        passes = [PassTimes(trace, 1.0, 2.0) for trace in (traffic_of(setting, 0.0).trace,) * 2]
+        for waits in (strategy.find_waits(setting, passes, slowest, LINKS) for slowest in (0, 1)):
+            assert min(waits) >= 0
+            assert (max(waits) > 0) == (setting.mesh.pp > 1)
         assert 1 <= strategy.held_micro_batches(setting, 0) <= setting.accumulation
         bound = strategy.least_step_s(setting, lambda: 1.0)
         assert (bound is not None) == strategy.is_bounded_by_one_device
@@ -196,7 +199,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "check_traces": ("traced_as", "trace_parts", "derivation", "rank_kinds", "needs_branches"),
     "check_costs": (
         *("exposed_s", "weight_shares", "least_rounds", "uses_global_batch", "least_step_s"),
-        *("is_bounded_by_one_device", "idle_s", "held_micro_batches"),
+        *("is_bounded_by_one_device", "find_waits", "held_micro_batches"),
     ),
     "check_words": ("word", "describe", "explain", "why_not_synchronised", "runs_whole_model"),
     "check_configs": ("degrees", "is_in_frameworks", "also_spelt", "config_mesh", "config_form"),

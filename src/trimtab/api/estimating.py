@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trimtab.scripts.estimate import ScriptEstimate
     from trimtab.spec import Calibration, Cluster, Device, Estimate, Offload, Recompute, Setting, Trace
     from trimtab.spec.requests import CommandRequest
+    from trimtab.strategies.base import ParallelStrategy
     from trimtab.trace.request import TraceRequest
 
 
@@ -98,6 +99,8 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         offload=request.offload,
         compile=request.compile,
         strategy=request.strategy,
+        schedule=request.schedule,
+        virtual_stages=request.virtual_stages,
         gpus=request.gpus if request.gpus is not None else len(where.devices),
         optimizer=request.optimizer,
         optimizer_in_backward=request.optimizer_in_backward,
@@ -254,6 +257,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     offload: str = "none",
     optimizer_in_backward: bool = False,
     sync_batchnorm: bool = False,
+    schedule: str = "1f1b",
+    virtual_stages: int | None = None,
     nodes: int = 1,
     branches: int = 0,
     global_batch: int | None = None,
@@ -313,10 +318,44 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         optimizer_in_backward=optimizer_in_backward,
         allocator=_read_word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
+        **_read_schedule(schedule, virtual_stages),
     )
     # The tracer refuses it too, after it has loaded the job.
     refuse_state_offload(setting)
+    _refuse_schedule(setting, rules)
     return setting
+
+
+def _read_schedule(schedule: str, virtual_stages: int | None) -> dict[str, Any]:
+    """Return the fields of a Setting for a schedule; raise if they contradict each other."""
+    from trimtab.errors import WrongUse
+    from trimtab.planner.pins import read_schedule
+    from trimtab.spec import Schedule
+
+    word = _read_word(Schedule, schedule, "schedule")
+    pins = {"virtual_stages": virtual_stages} if virtual_stages is not None else {}
+    # Several virtual stages without a schedule are interleaved.
+    fields = read_schedule(pins | ({"schedule": word} if word is not Schedule.ONE_F_ONE_B else {}))
+    wrong = fields["schedule"].check_virtual_stages(fields["virtual_stages"]) if fields else []
+    if wrong or (virtual_stages is not None and virtual_stages < 1):
+        raise WrongUse(
+            f"--schedule {schedule} --virtual-stages {virtual_stages}",
+            found=wrong[0] if wrong else f"virtual_stages is {virtual_stages}",
+            cure="Leave --virtual-stages out, or give 2 or more with interleaved-1f1b.",
+        )
+    return fields
+
+
+def _refuse_schedule(setting: Setting, rules: ParallelStrategy) -> None:
+    """Raise if the strategy has no schedules, or the schedule cannot have so many micro-batches."""
+    from trimtab.errors import WrongUse
+
+    if found := rules.explain_illegal(setting):
+        raise WrongUse(
+            f"--schedule {setting.schedule} with --strategy {setting.strategy}",
+            found=found,
+            cure="Use --strategy pipeline with another --micro-batch, or leave --schedule out.",
+        )
 
 
 def _read_optimizer(text: str) -> dict[str, Any]:

@@ -3,7 +3,16 @@
 from trimtab.spec.base import Noun
 from trimtab.spec.base_format import BaseFormat, BaseStorage
 from trimtab.spec.calibration import Calibration
-from trimtab.spec.estimate import Band, Estimate, Footprint, HostMemory, MfuReference, StepTime, Verdict
+from trimtab.spec.estimate import (
+    Band,
+    Estimate,
+    Footprint,
+    HostMemory,
+    MfuReference,
+    PipelineEstimate,
+    StepTime,
+    Verdict,
+)
 from trimtab.spec.finding import Finding, Severity
 from trimtab.spec.hardware import (
     Cluster,
@@ -53,6 +62,7 @@ from trimtab.spec.run import (
     WatchedRun,
     WatchSample,
 )
+from trimtab.spec.schedule import Schedule
 from trimtab.spec.script import PhasePeak, ScriptChange, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
 from trimtab.spec.setting import (
     Allocator,
@@ -113,6 +123,7 @@ __all__ = [
     "OptimizerStates",
     "Peaks",
     "PhasePeak",
+    "PipelineEstimate",
     "Plan",
     "PlannedStage",
     "Policy",
@@ -124,6 +135,7 @@ __all__ = [
     "Recompute",
     "RecomputeWay",
     "Rejection",
+    "Schedule",
     "Scheduler",
     "ScriptChange",
     "ScriptCommand",

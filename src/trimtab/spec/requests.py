@@ -205,6 +205,17 @@ GpuCount = Annotated[int | None, option("Number of GPUs; default: all that `on` 
 SyncBatchnorm = Annotated[
     bool, option("Compute BatchNorm statistics over a micro-batch of all GPUs together.")
 ]
+ScheduleName = Annotated[
+    str,
+    option(
+        "Order of forward and backward passes in a pipeline: 1f1b, interleaved-1f1b (several stages on each "
+        "GPU) or zero-bubble (weight gradients computed while a GPU would wait)."
+    ),
+]
+VirtualStages = Annotated[
+    int | None,
+    option("Pipeline stages on each GPU; default: 2 with --schedule interleaved-1f1b, else 1."),
+]
 RunFolder = Annotated[
     PathText | None,
     option("Folder of the run; an existing run is resumed. Default: runs/JOB.", metavar="DIR", parse=Path),
@@ -359,6 +370,8 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     offload: OffloadWords = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: VirtualStages = None
     gpus: GpuCount = None
     optimizer: OptimizerName = "fused"
     optimizer_in_backward: InBackward = False

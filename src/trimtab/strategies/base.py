@@ -85,6 +85,26 @@ class LinkCosts(Protocol):
         """Return the seconds until a rank has `size` bytes of the rank `apart` numbers away."""
 
 
+class PassTimes(NamedTuple):
+    """Seconds of one micro-batch on one kind of rank."""
+
+    trace: Trace
+    forward_s: float
+    input_s: float
+    """Of the backward pass, or of its part before weight gradients, where a schedule computes them later."""
+    weight_s: float = 0.0
+    """Weight gradients that are computed after the rest of the backward pass."""
+
+
+class Waits(NamedTuple):
+    """Seconds of a step for which a rank waits for others."""
+
+    bubble_s: float = 0.0
+    """They compute."""
+    sends_s: float = 0.0
+    """Their tensors are on the way."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """What the communication time of one optimizer step depends on."""
@@ -180,6 +200,11 @@ class ParallelStrategy(ABC):
         return self.wrapping is Wrapping.SHARDS
 
     @property
+    def has_schedule(self) -> bool:
+        """Whether ranks run forward and backward passes by a schedule, in pipeline stages."""
+        return self.wrapping is Wrapping.STAGE
+
+    @property
     def is_built_on_host(self) -> bool:
         """Whether a device holds a share of the model only, so that the model is built on the host."""
         return self.wrapping in {Wrapping.SHARDS, Wrapping.STAGE}
@@ -199,6 +224,12 @@ class ParallelStrategy(ABC):
         )
 
     # which meshes are legal, and why not
+
+    def explain_illegal(self, setting: Setting) -> str:
+        """Return why a setting with a mesh of its own is not legal; empty if it is."""
+        if not setting.schedule.splits_backward and setting.virtual_stages == 1:
+            return ""
+        return f"schedule {setting.schedule} is for pipelines, and the strategy is {self.word}"
 
     def refusal(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Refusal | None:
         """Return why it cannot use so many GPUs in so many nodes of one size; None where it can."""
@@ -293,16 +324,21 @@ class ParallelStrategy(ABC):
         """
         return None
 
-    def held_micro_batches(self, setting: Setting, part: int) -> int:
-        """Return how many micro-batches have their activations on a rank of kind `part` at the same time."""
+    def held_micro_batches(self, setting: Setting, part: int) -> float:
+        """Return how many micro-batches have their activations on a rank of kind `part` at the same time.
+
+        If a rank runs several parts of the model one after the other, a part of them counts as a fraction.
+        """
         return 1
 
-    def idle_s(self, setting: Setting, passes_s: Sequence[float], slowest: int) -> float:
+    def find_waits(
+        self, setting: Setting, passes: Sequence[PassTimes], slowest: int, links: LinkCosts
+    ) -> Waits:
         """Return the seconds of a step for which the slowest kind of rank waits for the others.
 
-        `passes_s` is the time of one micro-batch on each kind of rank.
+        `passes` has the time of one micro-batch on each kind of rank.
         """
-        return 0.0
+        return Waits()
 
     @abstractmethod
     def exposed_s(self, traffic: Traffic) -> float:
