@@ -20,7 +20,7 @@ from trimtab.planner import decision
 from trimtab.planner.decision import PlanQuestion
 from trimtab.planner.space import build_space
 from trimtab.predict.communication import Links
-from trimtab.spec import Mesh, Policy, Setting, Strategy, Trace, Work
+from trimtab.spec import Mesh, Policy, Schedule, Setting, Strategy, Trace, Work
 from trimtab.strategies import STRATEGIES, one_micro_batch, one_replica, strategy_of, usual_strategy
 from trimtab.strategies.base import Derivation, ParallelStrategy, PassTimes, Refusal, Traffic, Wrapping
 from trimtab.strategies.fsdp import FsdpStrategy
@@ -108,6 +108,10 @@ def check_rules(strategy: ParallelStrategy) -> None:
             assert not meshes
             with pytest.raises(WrongUse, match=f"--strategy {strategy.word}"):
                 strategy.mesh(gpus, **place)
+    for setting in legal_settings(strategy):
+        assert strategy.explain_illegal(setting) == ""
+        split = setting.replace(schedule=Schedule.ZERO_BUBBLE)
+        assert (strategy.explain_illegal(split) == "") == strategy.has_schedule
 
 
 def check_resizing(strategy: ParallelStrategy) -> None:
@@ -193,7 +197,7 @@ def check_configs(strategy: ParallelStrategy) -> None:
 
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
-    "check_rules": ("refusal", "usual_mesh", "meshes", "mesh", "needs_several_gpus"),
+    "check_rules": ("explain_illegal", "refusal", "usual_mesh", "meshes", "mesh", "needs_several_gpus"),
     "check_resizing": ("resized",),
     "check_pins": ("pin_conflicts", "pinned_data_parallel", "why_not_compiled"),
     "check_traces": ("traced_as", "trace_parts", "derivation", "rank_kinds", "needs_branches"),
@@ -215,6 +219,7 @@ TYPES: dict[str, Any] = {
     "accelerate_flags": tuple,
     "time_assumptions": tuple,
     "is_sharded": bool,
+    "has_schedule": bool,
     "is_built_on_host": bool,
 }
 """Plain facts: that there is one of the right type is all that can be asked."""
