@@ -301,7 +301,7 @@ def fit_setting(values: dict[str, Any]) -> dict[str, Any]:
         mesh = spec.Mesh(dp_replicate=len(shares))
         return {**values, **batch, **plain, "strategy": spec.Strategy.DDP, "mesh": mesh}
     mesh = spec.Mesh() if values["strategy"] is spec.Strategy.SINGLE else values["mesh"]
-    looped = values["schedule"] is spec.Schedule.INTERLEAVED
+    looped = values.get("schedule") is spec.Schedule.INTERLEAVED
     values = {**values, "virtual_stages": 2 if looped else 1}
     whole = values["micro_batch"] * values["accumulation"] * mesh.data_parallel
     # The last micro-batch may be smaller.
