@@ -131,6 +131,7 @@ def assume_network_link(models: Collection[str], gpus: int = 1) -> Link:
         kind="network",
         node=None,
         bandwidth_bytes_per_s=row.per_gpu_gbs(gpus) * 1e9,
+        nvlink_domain=row.nvlink_domain,
         source=f"assumed: {row.source}",
     )
 
