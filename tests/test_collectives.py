@@ -182,3 +182,36 @@ def test_all_to_all_is_bounded_by_the_port_of_each_gpu() -> None:
     busbw = GIB * 47 / 48 / links.all_to_all_s(GIB, 48) / 1e9
     assert 48 < busbw < 60
     assert GIB * 7 / 8 / links.all_to_all_s(GIB, 8) / 1e9 == pytest.approx(370, rel=0.02)
+
+
+def test_a_stated_latency_counts_in_every_network_hop() -> None:
+    near, far = find("4x8xH100", 32), find("4x8xH100", 32, "400Gb/gpu,latency=32us")
+    # A tree over four nodes has two levels, up and down.
+    assert far.all_reduce_s(8, 32) - near.all_reduce_s(8, 32) == pytest.approx(4 * 30e-6, rel=0.01)
+    assert find("4x8xH100", 32, "400Gb/gpu,latency=1us").all_reduce_s(8, 32) == near.all_reduce_s(8, 32)
+
+
+def test_oversubscription_spares_groups_on_one_rail() -> None:
+    railed = find("4x8xH100", 32, "400Gb/gpu,rails=yes,oversubscription=2")
+    mixed = find("4x8xH100", 32, "400Gb/gpu,rails=no,oversubscription=2")
+    plain = find("4x8xH100", 32, "400Gb/gpu")
+    assert railed.all_reduce_s(GIB, 4, apart=8) == plain.all_reduce_s(GIB, 4, apart=8)
+    assert mixed.all_reduce_s(GIB, 4, apart=8) == pytest.approx(
+        2 * plain.all_reduce_s(GIB, 4, apart=8), rel=0.05
+    )
+    # A message from GPU 0 of one node to GPU 1 of another leaves its rail.
+    assert railed.send_s(GIB, 9) == pytest.approx(2 * plain.send_s(GIB, 9), rel=0.05)
+    assert railed.send_s(GIB, 8) == plain.send_s(GIB, 8)
+    # One switch serves the ports of 32 nodes.
+    large = [find("64x8xH100", 512, f"400Gb/gpu,rails=yes,oversubscription={factor}") for factor in (1, 2)]
+    assert large[1].all_reduce_s(GIB, 64, apart=8) > 1.9 * large[0].all_reduce_s(GIB, 64, apart=8)
+
+
+def test_the_assumed_network_is_described() -> None:
+    text = "400Gb/gpu,latency=5us,rails=no,oversubscription=2"
+    words = communication.describe_network(trimtab.cluster("2x8xH100", network=text), 16)
+    assert words is not None
+    assert "latency 5 us, no rails, oversubscription 2, as stated by --network 400Gb/gpu" in words
+    words = communication.describe_network(trimtab.cluster("18x4xGB200"), 72)
+    assert words is not None
+    assert words.startswith("NVLink joins 72 GPUs over nodes; assumed: GB200 NVL72")

@@ -240,14 +240,26 @@ def _host_memory_bytes_per_s(cluster: Cluster, ranks: int) -> float:
 
 
 def describe_network(cluster: Cluster, gpus: int) -> str | None:
-    """Return a note on the assumed bandwidth between nodes and its source; None for a single node."""
+    """Return a note on the assumed network between nodes and its source; None for a single node."""
     links = find_links(cluster, gpus)
+    in_node = max((len(node.devices) for node in cluster.nodes), default=1) or 1
+    joined = f"NVLink joins {links.per_node} GPUs over nodes" if links.per_node > in_node else ""
+    source = next(
+        (link.source for link in cluster.links if link.node is None and link.bandwidth_bytes_per_s), ""
+    )
+    kind, _, ground = (source or "assumed: nothing is known of it").partition(": ")
     if links.nodes < 2:  # noqa: PLR2004 - several
-        return None
+        return f"{joined}; {kind}: {ground}" if joined else None
     rate = f"{format_bandwidth(links.between)} ({_format_bits(links.between)})"
     speed = f"network between nodes: {rate} a GPU each way"
-    sources = [link.source for link in cluster.links if link.node is None and link.bandwidth_bytes_per_s]
-    kind, _, ground = (sources[0] if sources else "assumed: nothing is known of it").partition(": ")
+    details = [joined] if joined else []
+    if links.latency_s is not None:
+        details.append(f"latency {links.latency_s * 1e6:.4g} us")
+    if not links.rails:
+        details.append("no rails")
+    if links.oversubscription > 1:
+        details.append(f"oversubscription {links.oversubscription:g}")
+    speed = ", ".join([speed, *details])
     if kind == "stated":
         return f"{speed}, as stated by {ground}"
     return f"{speed}; {kind}: {ground}. State yours: --network 400Gb/gpu or 100Gb/node"
