@@ -12,7 +12,7 @@ import msgspec
 from trimtab.catalog.devices import find_typed_device, has_bf16, row_peaks, row_vendor
 from trimtab.catalog.tables import DeviceRow, FabricRow, fabrics, links
 from trimtab.errors import BrokenFile, UnknownName, WrongUse, shorten
-from trimtab.spec import Cluster, Device, Link, Node
+from trimtab.spec import Calibration, Cluster, Device, Link, Node
 from trimtab.units import format_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
@@ -161,7 +161,12 @@ def _explain_fault(text: str) -> str:
 
 
 def with_network(cluster: Cluster, text: str, option: str = "--network") -> Cluster:
-    """Return the cluster with this network between its nodes instead of the assumed one."""
+    """Return the cluster with this network between its nodes instead of the assumed one.
+
+    A file of `trimtab calibrate --links` states collectives as they were measured, in nodes and between them.
+    """
+    if text.strip().endswith(".json"):
+        return _with_measured_links(cluster, text.strip(), option)
     network = parse_network(text, option)
     if len(cluster.nodes) < 2:  # noqa: PLR2004 - several
         note = f"{option} {network.text} changes nothing: there is one node"
@@ -179,6 +184,22 @@ def with_network(cluster: Cluster, text: str, option: str = "--network") -> Clus
         source=f"stated: {option} {network.text}",
     )
     return cluster.replace(links=(*(link for link in cluster.links if link.node is not None), link))
+
+
+def _with_measured_links(cluster: Cluster, file: str, option: str) -> Cluster:
+    """Return the cluster with the collectives of a calibration file."""
+    calibration = Calibration.from_file(Path(file))
+    measured = calibration.collectives if calibration is not None else ()
+    if calibration is None or not measured:
+        raise WrongUse(
+            f"{option} {shorten(file)}",
+            found="the file holds no measured collectives" if calibration else "it is no calibration file",
+            cure="Write one with: trimtab calibrate --links",
+        )
+    ranks = max(times.ranks for times in measured)
+    where = f"on {calibration.device} with {measured[0].backend}, up to {ranks} ranks"
+    note = f"collectives: measured {where} ({file})"
+    return cluster.replace(collectives=measured, notes=(*cluster.notes, note))
 
 
 def _known_domain(cluster: Cluster) -> int | None:

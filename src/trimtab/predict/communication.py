@@ -13,8 +13,22 @@ from trimtab.units import format_bandwidth
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.spec import Cluster, Link
+    from trimtab.spec import Calibration, Cluster, Link
     from trimtab.strategies.base import Call
+
+
+class MeasuredCollective(NamedTuple):
+    """Latency and bandwidth of a collective that was measured."""
+
+    collective: str
+    ranks: int
+    nodes: int
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, size: int) -> float:
+        """Return the seconds for `size` bytes."""
+        return self.latency_s + size / self.bytes_per_s
 
 
 class Links(NamedTuple):
@@ -41,6 +55,8 @@ class Links(NamedTuple):
     """Whether the ports of GPU i of all nodes are on one switch."""
     oversubscription: float = 1.0
     """Bandwidth into the switches that join switches, over the bandwidth out of them."""
+    measured: tuple[MeasuredCollective, ...] = ()
+    """Collectives of these links that were measured, which the model follows."""
 
     def all_gather_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
         """Return the seconds of an all-gather of `size` bytes, of which each rank has a share."""
@@ -89,15 +105,49 @@ class Links(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _time_call(links: Links, collective: str, size: int, ranks: int, apart: int) -> float:
-    """Return the seconds of one collective; cached, because a search asks for the same thousands of times."""
+    """Return the seconds of one collective; cached, because a search asks for the same thousands of times.
+
+    Where such a collective was measured on such links, its time is the measured one; for other numbers of
+    ranks the model is scaled by measured over modelled time of the nearest number.
+    """
     if ranks <= 1:
         return 0.0
     paths = find_paths(links, ranks, apart)
+    modelled = _model_call(collective, size, paths)
+    nearest = _find_measured(links, collective, paths)
+    if nearest is None:
+        return modelled
+    if (nearest.ranks, nearest.nodes) == (ranks, paths.nodes):
+        return nearest.seconds(size)
+    local = max(1, nearest.ranks // nearest.nodes)
+    there = paths._replace(local=local, nodes=nearest.nodes)
+    return modelled * nearest.seconds(size) / _model_call(collective, size, there)
+
+
+def _model_call(collective: str, size: int, paths: Paths) -> float:
     if collective == "send":
         return time_message(size, paths)
     if collective == "all_to_all":
         return time_all_to_all(size, paths)
     return time_collective(collective, size, paths)
+
+
+def _find_measured(links: Links, collective: str, paths: Paths) -> MeasuredCollective | None:
+    """Return the measured collective of the same kind nearest to these paths: within nodes, or between."""
+    return min(
+        (
+            entry
+            for entry in links.measured
+            if entry.collective == collective and (entry.nodes > 1) == (paths.nodes > 1)
+        ),
+        # Groups with one rank in each node differ most from others.
+        key=lambda entry: (
+            (entry.ranks == entry.nodes) != (paths.local == 1),
+            abs(entry.nodes - paths.nodes),
+            abs(entry.ranks - paths.ranks),
+        ),
+        default=None,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -163,18 +213,28 @@ def _oversubscribed(links: Links, spread: NodeGroup, apart: int) -> float:
     return 1.0 if on_rail and spread.nodes <= collectives().leaf_nodes else links.oversubscription
 
 
-_KNOWN: list[tuple[Cluster, int, Links]] = []
+_KNOWN: list[tuple[Cluster, int, Calibration | None, Links]] = []
 """The links of the last clusters, found by identity: a cluster may have thousands of nodes."""
 KNOWN_CLUSTERS = 16
 
 
-def find_links(cluster: Cluster, gpus: int) -> Links:
-    """Return the links between the first `gpus` devices of a cluster, filled node by node."""
-    for known, count, links in _KNOWN:
-        if known is cluster and count == gpus:
+def find_links(cluster: Cluster, gpus: int, own: Calibration | None = None) -> Links:
+    """Return the links between the first `gpus` devices of a cluster, filled node by node.
+
+    `own` is the calibration of the device, which may have measured collectives; the cluster's come first.
+    """
+    for known, count, calibration, links in _KNOWN:
+        if known is cluster and count == gpus and calibration is own:
             return links
     links = _read_links(cluster, gpus)
-    _KNOWN.insert(0, (cluster, gpus, links))
+    measured = cluster.collectives or (own.collectives if own is not None else ())
+    links = links._replace(
+        measured=tuple(
+            MeasuredCollective(entry.collective, entry.ranks, entry.nodes, entry.latency_s, entry.bytes_per_s)
+            for entry in measured
+        )
+    )
+    _KNOWN.insert(0, (cluster, gpus, own, links))
     del _KNOWN[KNOWN_CLUSTERS:]
     return links
 
@@ -237,6 +297,15 @@ def _host_memory_bytes_per_s(cluster: Cluster, ranks: int) -> float:
     cores = [node.cpu_cores for node in cluster.nodes if node.cpu_cores]
     limit = CORE_BYTES_PER_S * min(cores) if cores else HOST_BYTES_PER_S
     return min(HOST_BYTES_PER_S, limit) / max(1, ranks)
+
+
+def describe_collectives(cluster: Cluster, own: Calibration | None) -> str:
+    """Return a note on what the time of collectives is from."""
+    measured = cluster.collectives or (own.collectives if own is not None else ())
+    if not measured:
+        return "time: collectives by the bandwidth of the links and NCCL's own model, not measured"
+    backend, most = measured[0].backend, max(entry.ranks for entry in measured)
+    return f"time: collectives as measured by `calibrate --links` between up to {most} ranks ({backend})"
 
 
 def describe_network(cluster: Cluster, gpus: int) -> str | None:

@@ -256,7 +256,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     if pace is None or not trace.sequence or (cluster is None and not alone):
         return {}, []
     among = (
-        communication.find_links(cluster, setting.gpus)
+        communication.find_links(cluster, setting.gpus, calibration)
         if cluster is not None
         else communication.Links(1.0, 1.0, 1, 1)
     )
@@ -275,8 +275,8 @@ def _estimate_time(  # noqa: PLR0913 - as above
         notes.append(link.describe())
     notes += [CALLS_NOT_MEASURED] * setting.optimizer_in_backward
     notes += strategy_of(setting).time_assumptions
-    if not alone:
-        notes.append("time: collectives by the bandwidth of the links, not measured")
+    if not alone and cluster is not None:
+        notes.append(communication.describe_collectives(cluster, calibration))
     if not (alone and pace.own) and (doubt := warn_high_mfu(mfu, usual)):
         notes.append(doubt)
     if cluster is not None and (network := communication.describe_network(cluster, setting.gpus)):

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from trimtab.spec.base import Noun, check_minimum, check_sources
+from trimtab.spec.calibration import CollectiveTimes
 from trimtab.spec.finding import Finding
 
 if TYPE_CHECKING:
@@ -307,6 +308,8 @@ class Cluster(Noun, frozen=True, kw_only=True):
     links: tuple[Link, ...] = ()
     scheduler: Scheduler = Scheduler()
     versions: Versions = Versions()
+    collectives: tuple[CollectiveTimes, ...] = ()
+    """Collectives that were measured on such links, as `--network FILE` states them."""
     notes: tuple[str, ...] = ()
     """Assumptions and their reasons: 'H100 is taken as the SXM5 card'."""
     findings: tuple[Finding, ...] = ()
