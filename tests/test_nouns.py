@@ -108,6 +108,7 @@ def _device(**changes: Any) -> Device:
         (lambda: Link(kind="PCIe", node=0, source="stated: x"), "a node and devices, or neither"),
         (lambda: Link(kind="x", node=0, devices=(1, 1), source="stated: x"), "two devices or more"),
         (lambda: Mesh(pp=0), "pp is 0"),
+        (lambda: Mesh(tp=0), "tp is 0"),
         (lambda: spec.Slice(profile="1g", parent="x", sm_share=0), "sm_share is 0"),
         (lambda: spec.Scheduler(rank=4, world_size=4), "rank is 4, and must be below"),
         (lambda: spec.Policy(memory_share=0), r"must lie in \(0, 1\]"),

@@ -113,10 +113,10 @@ def test_json_has_the_word_and_nothing_else(precision: Precision) -> None:
 
 
 def test_the_fingerprint_of_a_setting_is_that_of_earlier_versions() -> None:
-    # It changes only if Setting gets a field, as with base, loss, offload and optimizer_in_backward.
+    # It changes only if Setting gets a field, as with base, loss, offload and the mesh's tp.
     settings = [Setting(micro_batch=1, global_batch=1, precision=precision) for precision in OLDER]
     found = [setting.fingerprint() for setting in settings]
-    assert found == ["967bc48fe115", "1c92e11dbab4", "026e00db7e72", "454998d8ce79", "9483fe4e6ce6"]
+    assert found == ["76d8fe05d970", "d9b436d197d5", "1619c43ef99e", "25e69894c482", "e6fc63b5eaeb"]
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,12 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     refuse_state_offload(setting)
     _refuse_eager_budget(setting)
     strategy = strategy_of(setting)
+    if setting.mesh.tp > 1:
+        raise WrongUse(
+            f"strategy {setting.strategy} with tp {setting.mesh.tp}",
+            found="its ranks do not split layers between them",
+            cure="Use tp 1.",
+        )
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
     sharded = strategy.is_sharded

@@ -183,6 +183,8 @@ class Mesh(Noun, frozen=True, kw_only=True):
     """Ranks with different data, each with a shard of weights, gradients and optimizer state."""
     branch: int = 1
     """Groups that each compute one term of the loss on the same data."""
+    tp: int = 1
+    """Ranks that split every layer between them (tensor parallelism); they see the same data."""
     pp: int = 1
     """Pipeline stages."""
     copies: tuple[int, ...] = ()
@@ -193,7 +195,7 @@ class Mesh(Noun, frozen=True, kw_only=True):
     def size(self) -> int:
         """Total number of devices."""
         ranks = sum(self.copies) if self.copies else self.dp_replicate * self.branch
-        return prod((ranks, self.dp_shard, self.pp))
+        return prod((ranks, self.dp_shard, self.tp, self.pp))
 
     @property
     def data_parallel(self) -> int:
@@ -208,7 +210,12 @@ class Mesh(Noun, frozen=True, kw_only=True):
     def faults(self) -> list[str]:
         """Check that sizes are at least 1, and that copies name every branch and differ."""
         wrong = check_minimum(
-            1, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, branch=self.branch, pp=self.pp
+            1,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            branch=self.branch,
+            tp=self.tp,
+            pp=self.pp,
         )
         if wrong or not self.copies:
             return wrong

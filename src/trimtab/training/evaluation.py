@@ -69,7 +69,8 @@ def evaluate_run(run: Run, dataset: Any) -> Metrics:
     if len(set(map(tuple, gather_values(run.world, names, everyone=True)))) > 1:
         raise _names_error(names, "those of another rank")
     sums = run.all_reduce(torch.tensor([weight, *map(totals.get, names)], dtype=torch.float64)).tolist()
-    # Every branch and every stage counted the same samples.
+    # Every branch and every stage counted the same samples, each for its own part of the loss. Ranks that
+    # split layers counted both the samples and the loss.
     mesh = run.setting.mesh
     scale = mesh.branch * mesh.pp / sums[0] if sums[0] else nan
     return {name: total * scale for name, total in zip(names, sums[1:], strict=True)}

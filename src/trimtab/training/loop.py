@@ -262,7 +262,7 @@ class TrainingLoop:
         step_log = self.events.step_log
         step_log.steps, step_log.every = self.steps, task.every or print_interval(self.steps)
         # From here on ranks draw different random numbers; a checkpoint restores them on equally many ranks.
-        torch.manual_seed(mix_seed(task.seed, self.world.rank) % 2**63)
+        self._seed_rank()
         self.checkpoints = CheckpointManager(
             self.events.folder.checkpoints,
             last=task.keep,
@@ -283,6 +283,11 @@ class TrainingLoop:
                 self._save(0, None)
         self.saved_s = time.monotonic()
 
+    def _seed_rank(self) -> None:
+        """Seed this rank's random numbers; ranks that split layers between them draw the same ones."""
+        tensor_group = self.world.rank // self.run.groups.tensor_parallel
+        torch.manual_seed(mix_seed(self.task.seed, tensor_group) % 2**63)
+
     def _load_weights(self, folder: Path) -> None:
         """Start with the final weights of another run; optimizer and data start from the beginning."""
         before = CheckpointManager(
@@ -296,7 +301,7 @@ class TrainingLoop:
                 cure="Let that run end first, or begin in another folder.",
             )
         # The checkpoint has restored the random state of the other run.
-        torch.manual_seed(mix_seed(self.task.seed, self.world.rank) % 2**63)
+        self._seed_rank()
         self.events.record(
             IncidentKind.STAGE,
             f"{folder.name} ended with step {loaded.step}",

@@ -368,7 +368,7 @@ class RankGroups:
     """The ranks with which this rank shares data and gradients.
 
     Ranks of the same branch, or of the same pipeline stage, have consecutive numbers, first branch or stage
-    first.
+    first. Inside, ranks that split layers between them (tensor parallelism) are neighbours.
     """
 
     size: int = 1
@@ -380,19 +380,32 @@ class RankGroups:
     data_rank: int = 0
     data_parallel: int = 1
     data_group: Any = None
-    """Process group of the same branch or stage; None if that is all ranks, or this rank alone."""
+    """Process group of the same branch or stage, and the same part of every layer; None if that is all
+    ranks, or this rank alone."""
     first: int = 0
-    """The first rank of the same branch or stage."""
+    """The first rank of that group."""
+    tensor_rank: int = 0
+    """Index of the part of every layer that this rank computes."""
+    tensor_parallel: int = 1
+    """Ranks that split every layer between them, and see the same data."""
 
     @property
     def is_data_alone(self) -> bool:
-        """Whether no other rank has the same branch or stage."""
+        """Whether no other rank has the same branch, stage and part of every layer."""
         return self.data_parallel == 1
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank counts samples: branches and stages see the same ones, so only the first does."""
-        return self.branch == 0 and self.stage == 0
+        """Whether this rank counts samples.
+
+        Branches, stages and the parts of a layer see the same samples, so only the first of them does.
+        """
+        return self.branch == 0 and self.stage == 0 and self.tensor_rank == 0
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether this rank's loss is added up: ranks that split layers all have the same one."""
+        return self.tensor_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -402,36 +415,39 @@ class RankGroups:
     @property
     def buffer_source(self) -> int:
         """The rank that broadcasts shared buffers: the first of the last stage, which uses all of them."""
-        return (self.stages - 1) * self.data_parallel
+        return (self.stages - 1) * self.data_parallel * self.tensor_parallel
 
     def stage_rank(self, stage: int) -> int:
         """Return the rank that computes another stage of the same samples."""
-        return stage * self.data_parallel + self.data_rank
+        return (stage * self.data_parallel + self.data_rank) * self.tensor_parallel + self.tensor_rank
 
 
 def make_groups(setting: Setting, world: World) -> RankGroups:
     """Create the process groups of a setting; every rank creates all of them, in the same order."""
     mesh = setting.mesh
     ranks = mesh.branch_ranks if mesh.branch > 1 else (mesh.data_parallel,) * mesh.pp
-    if len(ranks) == 1:
+    if len(ranks) == 1 and mesh.tp == 1:
         return RankGroups(size=world.size, data_rank=world.rank, data_parallel=world.size)
     own = RankGroups()
     first = 0
     for number, count in enumerate(ranks):
-        members = range(first, first + count)
-        group = dist.new_group(list(members)) if count > 1 else None
-        if world.rank in members:
-            own = RankGroups(
-                size=world.size,
-                branch=number if mesh.branch > 1 else 0,
-                stage=number if mesh.pp > 1 else 0,
-                stages=mesh.pp,
-                data_rank=world.rank - first,
-                data_parallel=count,
-                data_group=group,
-                first=first,
-            )
-        first += count
+        for tensor_rank in range(mesh.tp):
+            members = range(first + tensor_rank, first + count * mesh.tp, mesh.tp)
+            group = dist.new_group(list(members)) if count > 1 else None
+            if world.rank in members:
+                own = RankGroups(
+                    size=world.size,
+                    branch=number if mesh.branch > 1 else 0,
+                    stage=number if mesh.pp > 1 else 0,
+                    stages=mesh.pp,
+                    data_rank=members.index(world.rank),
+                    data_parallel=count,
+                    data_group=group,
+                    first=members[0],
+                    tensor_rank=tensor_rank,
+                    tensor_parallel=mesh.tp,
+                )
+        first += count * mesh.tp
     return own
 
 

@@ -724,7 +724,8 @@ class Stepper:
             resize=float(self._proposed is not None),
         )
         squares = None if failed else gradients.squared_norm()
-        self._exchange.send(own_status, loss=self._loss, squares=squares, weight=weight)
+        loss = self._loss if self.groups.reports_loss else None
+        self._exchange.send(own_status, loss=loss, squares=squares, weight=weight)
         updater = prepared.updater
         if updater.skips_on_device and not failed:
             bad_flag = self._exchange.bad_flag(self._limit)

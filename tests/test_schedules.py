@@ -1,0 +1,149 @@
+"""Pipeline schedules: every action once, in a possible order, with the bubbles that theory gives them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from trimtab.spec.schedule import Schedule
+from trimtab.strategies.schedules import (
+    Action,
+    DeadlockError,
+    Pass,
+    PipelineShape,
+    StageTimes,
+    build_actions,
+    count_held,
+    explain_illegal,
+    list_inputs,
+    simulate_actions,
+    simulate_step,
+)
+
+EVEN = StageTimes(1.0, 1.0, 1.0)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> PipelineShape:
+    schedule = draw(st.sampled_from(list(Schedule)))
+    fewest = 2 if schedule is Schedule.INTERLEAVED else 1
+    virtual = draw(st.integers(fewest, 3)) if schedule.is_looped else 1
+    return PipelineShape(schedule, draw(st.integers(2, 6)), virtual, draw(st.integers(1, 20)))
+
+
+@given(shapes())
+def test_every_rank_runs_each_of_its_passes_once(shape: PipelineShape) -> None:
+    rows = build_actions(shape)
+    kinds = [Pass.FORWARD, Pass.INPUT, Pass.WEIGHT]
+    if not shape.schedule.splits_backward:
+        kinds = [Pass.FORWARD, Pass.BACKWARD]
+    for rank, row in enumerate(rows):
+        expected = {
+            Action(kind, stage, number)
+            for kind in kinds
+            for stage in shape.stages_of(rank)
+            for number in range(shape.micro_batches)
+        }
+        assert len(row) == len(expected)
+        assert set(row) == expected
+
+
+@given(shapes(), st.floats(0.0, 2.0), st.lists(st.floats(0.1, 3.0), min_size=18, max_size=18))
+def test_no_schedule_deadlocks_and_inputs_are_ready_in_any_time(
+    shape: PipelineShape, send_s: float, seconds: list[float]
+) -> None:
+    times = [StageTimes(value, value * 0.9, value * 1.1) for value in seconds[: shape.stages]]
+    found = simulate_actions(shape, times, send_s)
+    # No step is faster than its busiest rank, or than one micro-batch through all stages and back.
+    assert found.total_s >= max(found.busy_s) - 1e-9
+    there_and_back = sum(time.forward_s + time.input_s for time in times)
+    assert found.total_s >= there_and_back + 2 * (shape.ranks - 1) * send_s - 1e-9
+    assert 0 <= found.bubble_share < 1
+
+
+@given(shapes())
+def test_a_rank_runs_its_own_inputs_first(shape: PipelineShape) -> None:
+    for rank, row in enumerate(build_actions(shape)):
+        places = {action: place for place, action in enumerate(row)}
+        for action in row:
+            own = [needed for needed in list_inputs(action, shape) if shape.rank_of(needed.stage) == rank]
+            assert all(places[needed] < places[action] for needed in own)
+
+
+@given(st.integers(2, 8), st.integers(1, 40))
+def test_the_bubble_of_1f1b_is_the_known_one(ranks: int, micro_batches: int) -> None:
+    shape = PipelineShape(Schedule.ONE_F_ONE_B, ranks, 1, micro_batches)
+    found = simulate_actions(shape, [EVEN] * ranks)
+    assert found.bubble_share == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
+    assert found.held == tuple(min(ranks - rank, micro_batches) for rank in range(ranks))
+
+
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 5))
+def test_virtual_stages_divide_the_bubble(ranks: int, virtual_stages: int, rounds: int) -> None:
+    micro_batches = rounds * ranks
+    shape = PipelineShape(Schedule.INTERLEAVED, ranks, virtual_stages, micro_batches)
+    assert not explain_illegal(shape)
+    found = simulate_actions(shape, [EVEN] * shape.stages)
+    known = (ranks - 1) / (virtual_stages * micro_batches + ranks - 1)
+    assert found.bubble_share == pytest.approx(known)
+
+
+@given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 5))
+def test_zero_bubble_waits_less_and_holds_no_more_than_the_first_rank(
+    ranks: int, virtual_stages: int, rounds: int
+) -> None:
+    kind = Schedule.ONE_F_ONE_B if virtual_stages == 1 else Schedule.INTERLEAVED
+    usual = PipelineShape(kind, ranks, virtual_stages, rounds * ranks)
+    split = usual._replace(schedule=Schedule.ZERO_BUBBLE)
+    times = [EVEN] * usual.stages
+    with_bubble, without = simulate_actions(usual, times), simulate_actions(split, times)
+    assert without.total_s < with_bubble.total_s
+    assert max(without.held) <= max(with_bubble.held)
+
+
+@given(shapes(), st.integers(8, 16), st.floats(0.0, 0.5))
+def test_later_rounds_take_a_constant_time(shape: PipelineShape, rounds: int, send_s: float) -> None:
+    shape = shape._replace(micro_batches=rounds * shape.ranks)
+    times = tuple(StageTimes(1.0 + 0.1 * (stage % 3), 1.0, 0.8) for stage in range(shape.stages))
+    quick, full = simulate_step(shape, times, send_s), simulate_actions(shape, times, send_s)
+    assert quick.total_s == pytest.approx(full.total_s, rel=0.02)
+    assert quick.busy_s == pytest.approx(full.busy_s)
+    assert quick.held == full.held
+
+
+def test_ranks_that_wait_for_each_other_are_found() -> None:
+    shape = PipelineShape(Schedule.ONE_F_ONE_B, 2, 1, 1)
+    first, last = build_actions(shape)
+    with pytest.raises(DeadlockError, match="wait for each other"):
+        simulate_actions(shape, [EVEN] * 2, rows=(first, last[::-1]))
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_torch_has_every_schedule_by_its_word(schedule: Schedule) -> None:
+    found = torch_schedules.get_schedule_class(schedule.torch_word)
+    assert found.__name__ == f"Schedule{schedule.torch_word}"
+    assert issubclass(found, torch_schedules.PipelineScheduleMulti) == schedule.is_looped
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ((Schedule.ONE_F_ONE_B, 2, 2, 4), "one stage a rank"),
+        ((Schedule.INTERLEAVED, 2, 1, 4), "two virtual stages or more"),
+        ((Schedule.ZERO_BUBBLE, 4, 2, 11), "11 is no multiple of 2"),
+        ((Schedule.ZERO_BUBBLE, 4, 2, 10), ""),
+        ((Schedule.ONE_F_ONE_B, 4, 1, 11), ""),
+    ],
+)
+def test_illegal_shapes_are_explained(shape: tuple[Schedule, int, int, int], text: str) -> None:
+    found = explain_illegal(PipelineShape(*shape))
+    assert text in found
+    assert bool(found) == bool(text)
+
+
+def test_the_interleaved_actions_are_those_of_torch() -> None:
+    row = build_actions(PipelineShape(Schedule.INTERLEAVED, 2, 2, 4))[0]
+    assert " ".join(map(str, row)) == ("0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3")
+    assert count_held(row) == 5
