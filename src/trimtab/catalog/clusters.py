@@ -39,7 +39,7 @@ _OPTIONS_CURE = (
     "Write it like 400Gb/gpu,latency=5us,rails=yes,oversubscription=2,nvlink=72: each option may be left out."
 )
 _TIME = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>ns|us|\u00b5s|ms|s)")
-_TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0}
+_TIME_UNITS = {"ns": 1e9, "us": 1e6, "\u00b5s": 1e6, "ms": 1e3, "s": 1.0}
 _YES = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 MOST_LATENCY_S = 1.0
 MOST_OVERSUBSCRIPTION = 100.0
@@ -118,7 +118,7 @@ def _parse_network_options(stated: list[str], given: str) -> dict[str, Any]:
 
 def _parse_latency(text: str) -> float | None:
     match = _TIME.fullmatch(text)
-    seconds = float(match["number"]) * _TIME_UNITS[match["unit"]] if match else -1.0
+    seconds = float(match["number"]) / _TIME_UNITS[match["unit"]] if match else -1.0
     return seconds if 0 <= seconds <= MOST_LATENCY_S else None
 
 
