@@ -99,6 +99,9 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         compile=request.compile,
         strategy=request.strategy,
         gpus=request.gpus if request.gpus is not None else len(where.devices),
+        tp=request.tp,
+        cp=request.cp,
+        cp_method=request.cp_method,
         optimizer=request.optimizer,
         optimizer_in_backward=request.optimizer_in_backward,
         allocator=request.allocator,
@@ -249,6 +252,9 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     gpus: int,
     optimizer: str,
     allocator: str,
+    tp: int = 1,
+    cp: int = 1,
+    cp_method: str = "ring",
     base: str = "none",
     loss: str = "whole",
     offload: str = "none",
@@ -264,20 +270,25 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     as `global_batch` needs.
     """
     from trimtab.engine.offload_rules import refuse_state_offload
+    from trimtab.engine.tensor_rules import refuse_tensor_split
     from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
         BaseFormat,
+        ContextMethod,
         LossForm,
         Precision,
         Recompute,
         Setting,
         Strategy,
     )
-    from trimtab.strategies import STRATEGIES
+    from trimtab.strategies import STRATEGIES, strategy_by_degrees
 
     how = _read_word(Strategy, strategy, "strategy")
     rules = STRATEGIES[how]
+    if max(tp, cp) > 1 and not rules.needs_several_gpus:
+        # The GPUs that are left share the weights of every part of a layer.
+        rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     if compile and rules.needs_several_gpus:
         raise WrongUse(
             f"--compile with --strategy {strategy}",
@@ -291,14 +302,15 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
-    if micro_batch < 1:
-        raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
-    mesh = rules.mesh(gpus, nodes=nodes, branches=branches)
+    for flag, number in (("--micro-batch", micro_batch), ("--tp", tp), ("--cp", cp)):
+        if number < 1:
+            raise WrongUse(f"{flag} {number}", found="it is below 1", cure="Give at least 1.")
+    mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp)
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
     setting = Setting(
-        strategy=how,
+        strategy=rules.word,
         mesh=mesh,
         micro_batch=micro_batch,
         accumulation=-(-whole // (micro_batch * mesh.data_parallel)),
@@ -306,6 +318,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         precision=_read_word(Precision, precision, "precision"),
         base=_read_word(BaseFormat, base, "base"),
         loss=_read_word(LossForm, loss, "loss"),
+        cp_method=_read_word(ContextMethod, cp_method, "cp-method"),
         recompute=way,
         offload=_read_offload(offload),
         compile=compile,
@@ -316,6 +329,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     )
     # The tracer refuses it too, after it has loaded the job.
     refuse_state_offload(setting)
+    refuse_tensor_split(setting)
     return setting
 
 

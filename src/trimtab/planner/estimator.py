@@ -596,7 +596,9 @@ def _rate_key(setting: Setting, device: Device) -> str:
 
 
 def _peak_key(setting: Setting, device: Device) -> str:
-    return f"{device.kind} {_stored_key(setting)} {setting.loss}"
+    # A rank computes a part of every layer or sequence only, if others compute the rest.
+    split = f"{setting.mesh.tp} {setting.mesh.cp} {setting.cp_method}"
+    return f"{device.kind} {_stored_key(setting)} {setting.loss} {split}"
 
 
 def _stored_key(setting: Setting) -> str:

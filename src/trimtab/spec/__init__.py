@@ -56,6 +56,7 @@ from trimtab.spec.run import (
 from trimtab.spec.script import PhasePeak, ScriptChange, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
 from trimtab.spec.setting import (
     Allocator,
+    ContextMethod,
     LossForm,
     Mesh,
     Offload,
@@ -84,6 +85,7 @@ __all__ = [
     "Cluster",
     "CollectiveTimes",
     "Comparison",
+    "ContextMethod",
     "Device",
     "DeviceProcess",
     "Dtypes",
