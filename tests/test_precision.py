@@ -113,10 +113,10 @@ def test_json_has_the_word_and_nothing_else(precision: Precision) -> None:
 
 
 def test_the_fingerprint_of_a_setting_is_that_of_earlier_versions() -> None:
-    # It changes only if Setting gets a field, as with base, loss, offload, schedule and the mesh's tp.
+    # It changes only if Setting gets a field, as with base, loss, offload, schedule and the mesh's tp and cp.
     settings = [Setting(micro_batch=1, global_batch=1, precision=precision) for precision in OLDER]
     found = [setting.fingerprint() for setting in settings]
-    assert found == ["061984213368", "e2fef2e4e018", "d281f8dd5ccf", "92210734b628", "435ed5290d2d"]
+    assert found == ["e126fc02c952", "7f92c371b327", "46a639f62f5f", "93e28679e25b", "6328e92ac0d7"]
 
 
 @pytest.mark.parametrize(

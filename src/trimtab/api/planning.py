@@ -27,6 +27,9 @@ def plan(request: PlanRequest) -> Plan:
     best so far as a plan that is not `complete`; otherwise KeyboardInterrupt is raised.
     """
     from trimtab.jobs.load import find_job_name
+    from trimtab.jobs.model_sizes import read_job_sizes
+    from trimtab.planner.degrees import explain_degrees
+    from trimtab.planner.pins import check_degree_pins
     from trimtab.planner.plan import make_plan
     from trimtab.probe.detect import as_cluster
 
@@ -47,9 +50,12 @@ def plan(request: PlanRequest) -> Plan:
     cluster = as_cluster(request.on, network=request.network, host_memory=request.host_memory)
     first_device(cluster)
     name, changed = find_job_name(request.job)
-    return make_plan(
+    options = changed | (request.options or {})
+    sizes = read_job_sizes(name, options)
+    check_degree_pins(policy.pins, sizes, cluster, request.global_batch)
+    made = make_plan(
         name,
-        changed | (request.options or {}),
+        options,
         cluster,
         policy,
         given={key: getattr(request, key) for key in ("global_batch", "samples", "epochs")},
@@ -60,6 +66,8 @@ def plan(request: PlanRequest) -> Plan:
         say_best=request.say_best,
         partial=request.partial,
     )
+    warnings = check_degree_pins(policy.pins, sizes, cluster, made.choice.global_batch)
+    return made.replace(reasons=(*made.reasons, *explain_degrees(warnings)))
 
 
 PLAN_FIELDS = SCRIPT_FIELDS | {

@@ -261,6 +261,7 @@ def add_knobs(
     Says on stderr what they meant. What the request has already is refused, so that nothing is set twice.
     """
     from trimtab import api
+    from trimtab.planner.pins import split_pins
 
     asked: Any = request
     wired = api.turn_knobs(
@@ -283,6 +284,6 @@ def add_knobs(
             )
     for line in wired.said:
         say(line)
-    pins = dict(pin.partition("=")[::2] for pin in asked.pins)
+    pins = dict(pin.partition("=")[::2] for pin in split_pins(asked.pins))
     pins = {key.strip(): value.strip() for key, value in pins.items()} | wired.pins
     return request.replace(options=asked.options | wired.options, pins=pins, **fields), wired

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from trimtab.engine import in_backward_rules
 from trimtab.errors import UnknownName, WrongUse, find_nearest
+from trimtab.planner.degrees import DEGREES, describe_cluster, lint_degrees, read_degrees
 from trimtab.spec import (
     Allocator,
     BaseFormat,
+    ContextMethod,
     LossForm,
+    Mesh,
     Offload,
     OptimizerImplementation,
     OptimizerRule,
     Precision,
     Recompute,
     Schedule,
+    Setting,
     Strategy,
 )
+from trimtab.spec.finding import Severity
 from trimtab.spec.setting import read_offload, read_optimizer
 from trimtab.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from trimtab.spec import Workload
+    from trimtab.jobs.model_sizes import ModelSizes
+    from trimtab.planner.degrees import DegreeFinding
+    from trimtab.spec import Cluster, Workload
 
 CHOICES: dict[str, Any] = {
     "strategy": Strategy,
@@ -32,6 +40,7 @@ CHOICES: dict[str, Any] = {
     "recompute": Recompute,
     "base": BaseFormat,
     "loss": LossForm,
+    "cp_method": ContextMethod,
     "optimizer": (*OptimizerImplementation, *OptimizerRule),
     "allocator": Allocator,
     "schedule": Schedule,
@@ -44,6 +53,7 @@ COUNTS = {
     "workers": 0,
     "virtual_stages": 1,
 }
+COUNTS |= dict.fromkeys(DEGREES, 1)
 """Whole numbers with their minimum."""
 SWITCHES = ("compile", "sync_batchnorm", "optimizer_in_backward")
 """True or false."""
@@ -70,6 +80,7 @@ BUDGET_OF_ONE_DEVICE = (
     "recompute by a budget: compiled code is traced on one device, so only strategies whose ranks compute "
     "the whole model without shards"
 )
+CONTEXT_NOT_COMPILED = "trimtab does not compile attention over split sequences"
 NOT_COMPILED_OFFLOADED = (
     "compile with activations on the host: compiled code decides itself which activations it stores"
 )
@@ -88,6 +99,8 @@ def read_ways(pins: Mapping[str, Any]) -> dict[str, Any]:
         ways["base"] = BaseFormat(pins["base"])
     if "loss" in pins:
         ways["loss"] = LossForm(pins["loss"])
+    if "cp_method" in pins:
+        ways["cp_method"] = ContextMethod(pins["cp_method"])
     if OFFLOAD in pins:
         ways[OFFLOAD] = read_offload(str(pins[OFFLOAD]))
     if IN_BACKWARD in pins:
@@ -151,11 +164,11 @@ def _check_sync_batchnorm(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
 def read_pins(texts: Iterable[str]) -> Pins:
     """Return the pins in texts such as micro-batch=8 and compile=false.
 
-    >>> read_pins(["micro-batch=8", "compile=false"])
-    {'micro_batch': 8, 'compile': False}
+    >>> read_pins(["micro-batch=8", "compile=false"]), read_pins(["tp=8,pp=4"])
+    ({'micro_batch': 8, 'compile': False}, {'tp': 8, 'pp': 4})
     """
     pins: Pins = {}
-    for text in texts:
+    for text in split_pins(texts):
         key, equals, value = text.partition("=")
         if not equals:
             raise WrongUse(f"--pin {text}", found="it has no =", cure="Write it like --pin micro_batch=8.")
@@ -169,6 +182,16 @@ def read_pins(texts: Iterable[str]) -> Pins:
             )
         pins[name] = pin
     return pins
+
+
+def split_pins(texts: Iterable[str]) -> Iterator[str]:
+    """Yield each pin of texts with several; a comma ends a pin if a name and = follow.
+
+    >>> list(split_pins(["tp=8,pp=4", "offload=params,optimizer"]))
+    ['tp=8', 'pp=4', 'offload=params,optimizer']
+    """
+    for text in texts:
+        yield from re.split(r"\s*,\s*(?=[A-Za-z_-]+\s*=)", text)
 
 
 def check_pins(pins: Mapping[str, Any]) -> Pins:
@@ -212,6 +235,58 @@ def check_pin(name: str, value: str, given: str) -> str | int | bool:
     )
 
 
+def check_degree_pins(
+    pins: Mapping[str, Any], sizes: ModelSizes, cluster: Cluster, global_batch: int | None = None
+) -> list[DegreeFinding]:
+    """Return warnings about pinned degrees; raise if one is illegal, or cannot be planned yet.
+
+    Nothing is traced: the sizes of the model and of the cluster decide.
+    """
+    pinned = {name: int(pins[name]) for name in DEGREES if name in pins}
+    if not pinned:
+        return []
+    shape = describe_cluster(cluster, pins.get("gpus"))
+    findings = lint_degrees(read_degrees(pins, global_batch=global_batch), sizes, shape)
+    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
+    given = "--pin " + ",".join(f"{name}={value}" for name, value in pinned.items())
+    if errors:
+        raise WrongUse(
+            given,
+            found="; ".join(f"{finding.given}: {finding.found}" for finding in errors),
+            cure=_join_cures(errors),
+        )
+    known = {*Mesh.__struct_fields__, *Setting.__struct_fields__}
+    unknown = [name for name, value in pinned.items() if value > 1 and name not in known]
+    if unknown:
+        beside = [f"{finding.given}: {finding.found}" for finding in findings]
+        names = " and ".join(f"{name} ({DEGREES[name]})" for name in unknown)
+        raise WrongUse(
+            given,
+            found="; ".join((f"trimtab cannot plan {names} yet; the degrees are legal", *beside)),
+            cure=f"Leave {' and '.join(unknown)} out, or check a config of your trainer with `trimtab show`.",
+        )
+    return findings
+
+
+def _join_cures(findings: list[DegreeFinding]) -> str:
+    """Return the cures of findings, each with its degree if they are about several."""
+    if len({finding.given for finding in findings}) == 1:
+        return " ".join(dict.fromkeys(finding.cure for finding in findings))
+    cures = (f"{finding.given}: {finding.cure[:1].lower()}{finding.cure[1:]}" for finding in findings)
+    return " ".join(dict.fromkeys(cures))
+
+
+def find_wrong_degree(pins: Mapping[str, Any], mesh: Mesh) -> str:
+    """Return the first pinned degree that a mesh does not have; empty if it has them all.
+
+    >>> find_wrong_degree({"pp": 4}, Mesh(pp=2)), find_wrong_degree({"pp": 4}, Mesh(pp=4))
+    ('pp', '')
+    """
+    axes = [name for name in DEGREES if name in pins and name not in Setting.__struct_fields__]
+    wrong = (name for name in axes if getattr(mesh, name, 1) != pins[name])
+    return next(wrong, "")
+
+
 def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: int) -> list[tuple[str, str]]:
     """Return each contradiction of the pins with its fix."""
     wrong: list[tuple[str, str]] = []
@@ -227,6 +302,10 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
     if has_budget(pins) and pins.get("compile") is False:
         wrong.append(
             (BUDGET_IS_COMPILED, "pin compile=true, or recompute=selective or another way without a budget")
+        )
+    if pins.get("compile") and (pins.get("cp") or 1) > 1:
+        wrong.append(
+            (f"cp={pins['cp']} with compile=true: {CONTEXT_NOT_COMPILED}", "leave one of the two out")
         )
     wrong += _check_in_backward(pins, workload) + _check_schedule(pins)
     return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)
@@ -267,6 +346,9 @@ def _check_batch(pins: Mapping[str, Any], global_batch: int) -> list[tuple[str, 
     following = gpus if gpus == 1 else None
     if strategy is not None:
         following = strategy.pinned_data_parallel(gpus)
+    if following is not None:
+        # Ranks that split layers or sequences see the same samples.
+        following = max(1, following // (int(pins.get("tp") or 1) * int(pins.get("cp") or 1)))
     ranks = 1 if following == 1 else ranks or following
     if ranks is not None and ranks > global_batch:
         return [

@@ -15,10 +15,12 @@ from trimtab.planner.batch_split import find_split, list_splits
 from trimtab.planner.estimator_interface import Layout, available_bytes
 from trimtab.planner.pins import (
     BUDGET_OF_ONE_DEVICE,
+    CONTEXT_NOT_COMPILED,
     IN_BACKWARD,
     NOT_COMPILED_OFFLOADED,
     NOT_COMPILED_SYNCHRONISED,
     find_contradictions,
+    find_wrong_degree,
     has_budget,
     read_ways,
 )
@@ -266,7 +268,9 @@ def build_space(
             refusals.add(batch_loss_rules.explain_single_rank(workload), 1)
         elif len(layout.kinds) == 1:
             families += _list_families(layout, workload, policy, failed, refusals)
-        elif pins.get("strategy") in {None, by_speed}:
+        elif pins.get("strategy") in {None, by_speed} and not find_wrong_degree(
+            pins, Mesh(dp_replicate=layout.gpus)
+        ):
             mixed.append(layout)
             refusals.add(
                 f"any strategy but {by_speed} on different GPUs: all ranks would wait for the slowest; "
@@ -443,12 +447,9 @@ def _list_families(
     if not _can_all_run(layout.cluster.devices, precision):
         refusals.add(f"{precision} is only emulated by {layout.kinds[0]}", ways)
         return
-    for strategy, mesh in _list_meshes(layout, len(workload.branches)):
-        if pins.get("strategy") not in (None, strategy):
-            refusals.add(f"the pin strategy={pins['strategy']}", ways)
-            continue
-        if pins.get("data_parallel") not in (None, mesh.data_parallel):
-            refusals.add(f"the pin data_parallel={pins['data_parallel']}", ways)
+    for strategy, mesh in _list_meshes(layout, len(workload.branches), pins):
+        if wrong_pin := _find_wrong_pin(pins, strategy, mesh):
+            refusals.add(f"the pin {wrong_pin}={pins[wrong_pin]}", ways)
             continue
         if mesh.data_parallel > workload.global_batch:
             refusals.add(
@@ -473,7 +474,7 @@ def _list_families(
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
             )
             continue
-        why_not_compiled = f"{strategy} compiled: {rules.why_not_compiled}" if rules.why_not_compiled else ""
+        why_not_compiled = _explain_not_compiled(strategy, mesh)
         tied = synchronised and layout.gpus > 1
         refusals.add(why_not_compiled, len(recomputes) * (bool(why_not_compiled) and True in compiles))
         refusals.add(NOT_COMPILED_SYNCHRONISED, len(recomputes) * (tied and True in compiles))
@@ -506,6 +507,22 @@ def _list_families(
                     sync_batchnorm=synchronised,
                     splits=tuple(members),
                 )
+
+
+def _find_wrong_pin(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> str:
+    """Return the first pin that a strategy and mesh do not agree with; empty if they agree with all."""
+    if pins.get("strategy") not in (None, strategy):
+        return "strategy"
+    if pins.get("data_parallel") not in (None, mesh.data_parallel):
+        return "data_parallel"
+    return find_wrong_degree(pins, mesh)
+
+
+def _explain_not_compiled(strategy: Strategy, mesh: Mesh) -> str:
+    """Return why a strategy or its mesh is not compiled; empty if it is."""
+    if why := STRATEGIES[strategy].why_not_compiled:
+        return f"{strategy} compiled: {why}"
+    return f"cp={mesh.cp} compiled: {CONTEXT_NOT_COMPILED}" if mesh.cp > 1 else ""
 
 
 def _explain_in_backward(strategy: Strategy, mesh: Mesh, precision: Precision, *, in_backward: bool) -> str:
@@ -579,13 +596,14 @@ def _refuse_budget(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> s
     return BUDGET_OF_ONE_DEVICE if has_budget(pins) and not is_compiled else ""
 
 
-def _list_meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
-    """Yield every strategy and mesh for the devices of a layout."""
+def _list_meshes(layout: Layout, branches: int, pins: Mapping[str, Any]) -> Iterator[tuple[Strategy, Mesh]]:
+    """Yield every strategy and mesh for the devices of a layout; layers and sequences are split by pin."""
+    inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp")}
     per_node = {len(node.devices) for node in layout.cluster.nodes}
     # Nodes of different sizes count as one: no strategy can make groups of them.
     nodes = len(layout.cluster.nodes) if len(per_node) == 1 else 1
     for rules in STRATEGIES.values():
-        for mesh in rules.meshes(layout.gpus, nodes=nodes, branches=branches):
+        for mesh in rules.meshes_within(layout.gpus, nodes=nodes, branches=branches, **inner):
             yield rules.word, mesh
 
 

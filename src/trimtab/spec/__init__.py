@@ -2,7 +2,7 @@
 
 from trimtab.spec.base import Noun
 from trimtab.spec.base_format import BaseFormat, BaseStorage
-from trimtab.spec.calibration import Calibration
+from trimtab.spec.calibration import Calibration, CollectiveTimes
 from trimtab.spec.estimate import (
     Band,
     Estimate,
@@ -66,6 +66,7 @@ from trimtab.spec.schedule import Schedule
 from trimtab.spec.script import PhasePeak, ScriptChange, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
 from trimtab.spec.setting import (
     Allocator,
+    ContextMethod,
     LossForm,
     Mesh,
     Offload,
@@ -92,7 +93,9 @@ __all__ = [
     "Calibration",
     "Candidate",
     "Cluster",
+    "CollectiveTimes",
     "Comparison",
+    "ContextMethod",
     "Device",
     "DeviceProcess",
     "Dtypes",

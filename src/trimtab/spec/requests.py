@@ -115,7 +115,8 @@ Devices = Annotated[
 Network = Annotated[
     str | None,
     option(
-        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes); "
+        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes), "
+        "and options: 400Gb/gpu,latency=5us,rails=yes,oversubscription=2,nvlink=72; "
         "default: what such nodes usually have.",
         metavar="BANDWIDTH",
     ),
@@ -130,7 +131,7 @@ HostMemorySize = Annotated[
 Pins = Annotated[
     PinValues,
     option(
-        "Fix a choice of the plan: micro_batch=8, strategy=fsdp, compile=false. Can be repeated.",
+        "Fix choices of the plan: micro_batch=8, strategy=fsdp, or tp=8,pp=4. Can be repeated.",
         "--pin",
         metavar="KEY=VALUE",
         many=True,
@@ -202,6 +203,24 @@ StrategyName = Annotated[
     option("How the work is spread over GPUs: single, ddp, fsdp, hsdp, branch, hybrid or pipeline."),
 ]
 GpuCount = Annotated[int | None, option("Number of GPUs; default: all that `on` names.", None)]
+TensorParallel = Annotated[
+    int,
+    option(
+        "Tensor parallelism: number of neighbouring GPUs that split every layer between them. With it, "
+        "strategy single means fsdp over the rest of the GPUs."
+    ),
+]
+ContextParallel = Annotated[
+    int,
+    option(
+        "Context parallelism: number of GPUs that split every sequence between them. Strategy single then "
+        "means fsdp over all GPUs."
+    ),
+]
+ContextMethodName = Annotated[
+    str,
+    option("How GPUs that split sequences compute attention: ring or all-to-all."),
+]
 SyncBatchnorm = Annotated[
     bool, option("Compute BatchNorm statistics over a micro-batch of all GPUs together.")
 ]
@@ -373,6 +392,9 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     schedule: ScheduleName = "1f1b"
     virtual_stages: VirtualStages = None
     gpus: GpuCount = None
+    tp: TensorParallel = 1
+    cp: ContextParallel = 1
+    cp_method: ContextMethodName = "ring"
     optimizer: OptimizerName = "fused"
     optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
@@ -407,6 +429,9 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     compile: Compile = False
     strategy: StrategyName = "single"
     gpus: GpuCount = None
+    tp: TensorParallel = 1
+    cp: ContextParallel = 1
+    cp_method: ContextMethodName = "ring"
     optimizer: OptimizerName = "fused"
     optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"

@@ -15,7 +15,7 @@ from trimtab.engine.in_backward_rules import find_in_backward_refusal
 from trimtab.errors import BrokenFile, JobFailed, TrimtabError, WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
-from trimtab.planner.pins import find_contradictions, has_budget, read_ways
+from trimtab.planner.pins import find_contradictions, find_wrong_degree, has_budget, read_ways
 from trimtab.planner.space import format_pins
 from trimtab.probe.detect import detect
 from trimtab.spec import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trimtab.spec import Cluster, Workload
+    from trimtab.strategies import ParallelStrategy
     from trimtab.training.process_group import World
 
 
@@ -215,7 +216,7 @@ def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -
             cure=cure.replace("GPUs", "processes").capitalize() + ".",
         )
     rules = STRATEGIES[strategy]
-    mesh = rules.mesh(procs, branches=len(workload.branches))
+    mesh = _pick_mesh(rules, procs, len(workload.branches), pins)
     _refuse_cut(workload, strategy, mesh, pins)
     least = rules.least_rounds(mesh)
     micro, rounds = _split_batch(workload.global_batch, mesh.data_parallel, pins, least=least)
@@ -232,6 +233,22 @@ def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -
         workers=int(pins.get("workers", 0)),
         sync_batchnorm=bool(pins.get("sync_batchnorm", False)),
     )
+
+
+def _pick_mesh(rules: ParallelStrategy, procs: int, branches: int, pins: Mapping[str, Any]) -> Mesh:
+    """Return the mesh of the pinned degrees, else the usual one; raise if there is none of them."""
+    inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp")}
+    usual = rules.mesh(procs, branches=branches, **inner)
+    wrong = find_wrong_degree(pins, usual)
+    meshes = rules.meshes_within(procs, branches=branches, **inner) if wrong else iter((usual,))
+    mesh = next((mesh for mesh in meshes if not find_wrong_degree(pins, mesh)), None)
+    if mesh is None:
+        raise WrongUse(
+            format_pins(pins),
+            found=f"{rules.word} on {procs} process{'es' * (procs > 1)} has no such mesh",
+            cure="Leave the degree out, or pin another strategy.",
+        )
+    return mesh
 
 
 def _refuse_cut(workload: Workload, strategy: Strategy, mesh: Mesh, pins: Mapping[str, Any]) -> None:
