@@ -71,7 +71,9 @@ def fresh() -> None:
 class Usual(LanguageModel):
     """The same GPT as it is usually written: a stream in fp32, all logits at once, GELU by erf."""
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The mean loss of a token."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))

@@ -188,7 +188,7 @@ FIELDS: dict[str, dict[str, Values]] = {
     },
     "JobView": {"kind": st.sampled_from(["slurm", "local"])},
     "Mesh": {
-        **dict.fromkeys(("dp_replicate", "dp_shard", "branch", "tp", "pp"), st.integers(1, 8)),
+        **dict.fromkeys(("dp_replicate", "dp_shard", "branch", "cp", "tp", "pp"), st.integers(1, 8)),
         "copies": st.just(()),
     },
     "Pairs": {

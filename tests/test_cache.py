@@ -68,6 +68,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"},
     "compile": {"compile": True},
     "loss": {"loss": "chunked"},
+    "cp_method": {"cp_method": "all-to-all"},
     "offload": {"offload": ("activations",)},
     "optimizer_rule": {"optimizer_rule": "sgd"},
     "optimizer_in_backward": {"optimizer_in_backward": True},

@@ -113,10 +113,10 @@ def test_json_has_the_word_and_nothing_else(precision: Precision) -> None:
 
 
 def test_the_fingerprint_of_a_setting_is_that_of_earlier_versions() -> None:
-    # It changes only if Setting gets a field, as with base, loss, offload and the mesh's tp.
+    # It changes only if Setting gets a field, as with base, loss, offload and the mesh's tp and cp.
     settings = [Setting(micro_batch=1, global_batch=1, precision=precision) for precision in OLDER]
     found = [setting.fingerprint() for setting in settings]
-    assert found == ["76d8fe05d970", "d9b436d197d5", "1619c43ef99e", "25e69894c482", "e6fc63b5eaeb"]
+    assert found == ["ee08417f898a", "479127cb696f", "55231c295f88", "bd432025830e", "75f25276cb09"]
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ def check_configs(strategy: ParallelStrategy) -> None:
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "check_rules": ("refusal", "usual_mesh", "meshes", "mesh", "needs_several_gpus"),
+    "check_inner_degrees": ("tensor_refusal", "context_refusal", "meshes_within"),
     "check_resizing": ("resized",),
     "check_pins": ("pin_conflicts", "pinned_data_parallel", "why_not_compiled"),
     "check_traces": ("traced_as", "trace_parts", "derivation", "rank_kinds", "needs_branches"),
@@ -215,6 +216,20 @@ TYPES: dict[str, Any] = {
     "is_built_on_host": bool,
 }
 """Plain facts: that there is one of the right type is all that can be asked."""
+
+
+def check_inner_degrees(strategy: ParallelStrategy) -> None:
+    """Ranks that split layers or sequences are neighbours in a mesh of all GPUs."""
+    for tp, cp in ((2, 1), (1, 2), (2, 2)):
+        meshes = list(strategy.meshes_within(16, nodes=2, tp=tp, cp=cp))
+        refused = strategy.tensor_refusal(tp) or strategy.context_refusal(cp)
+        assert bool(meshes) is not bool(refused)
+        assert all((mesh.size, mesh.tp, mesh.cp) == (16, tp, cp) for mesh in meshes)
+        if refused:
+            with pytest.raises(WrongUse):
+                strategy.mesh(16, nodes=2, tp=tp, cp=cp)
+    assert not list(strategy.meshes_within(6, cp=4))
+    assert list(strategy.meshes_within(8, nodes=2)) == list(strategy.meshes(8, nodes=2))
 
 
 @pytest.mark.parametrize("check", QUESTIONS)

@@ -99,6 +99,9 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         compile=request.compile,
         strategy=request.strategy,
         gpus=request.gpus if request.gpus is not None else len(where.devices),
+        tp=request.tp,
+        cp=request.cp,
+        cp_method=request.cp_method,
         optimizer=request.optimizer,
         optimizer_in_backward=request.optimizer_in_backward,
         allocator=request.allocator,
@@ -249,6 +252,9 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     gpus: int,
     optimizer: str,
     allocator: str,
+    tp: int = 1,
+    cp: int = 1,
+    cp_method: str = "ring",
     base: str = "none",
     loss: str = "whole",
     offload: str = "none",
@@ -264,20 +270,25 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     as `global_batch` needs.
     """
     from trimtab.engine.offload_rules import refuse_state_offload
+    from trimtab.engine.tensor_rules import refuse_tensor_split
     from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
         BaseFormat,
+        ContextMethod,
         LossForm,
         Precision,
         Recompute,
         Setting,
         Strategy,
     )
-    from trimtab.strategies import STRATEGIES
+    from trimtab.strategies import STRATEGIES, strategy_by_degrees
 
     how = _read_word(Strategy, strategy, "strategy")
     rules = STRATEGIES[how]
+    if max(tp, cp) > 1 and not rules.needs_several_gpus:
+        # The GPUs that are left share the weights of every part of a layer.
+        rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     if compile and rules.needs_several_gpus:
         raise WrongUse(
             f"--compile with --strategy {strategy}",
@@ -291,14 +302,15 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
-    if micro_batch < 1:
-        raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
-    mesh = rules.mesh(gpus, nodes=nodes, branches=branches)
+    for flag, number in (("--micro-batch", micro_batch), ("--tp", tp), ("--cp", cp)):
+        if number < 1:
+            raise WrongUse(f"{flag} {number}", found="it is below 1", cure="Give at least 1.")
+    mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp)
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
     setting = Setting(
-        strategy=how,
+        strategy=rules.word,
         mesh=mesh,
         micro_batch=micro_batch,
         accumulation=-(-whole // (micro_batch * mesh.data_parallel)),
@@ -306,6 +318,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         precision=_read_word(Precision, precision, "precision"),
         base=_read_word(BaseFormat, base, "base"),
         loss=_read_word(LossForm, loss, "loss"),
+        cp_method=_read_word(ContextMethod, cp_method, "cp-method"),
         recompute=way,
         offload=_read_offload(offload),
         compile=compile,
@@ -316,6 +329,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     )
     # The tracer refuses it too, after it has loaded the job.
     refuse_state_offload(setting)
+    refuse_tensor_split(setting)
     return setting
 
 
@@ -451,8 +465,67 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
 def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
     """Measure the GPU of this machine; return the calibration and the file that stores it."""
     from trimtab.calibration.measure import BUDGET_S, calibrate_in_child
-    from trimtab.predict.calibration import write_own_calibration
+    from trimtab.predict.calibration import read_own_calibration, write_own_calibration
 
     device = gpu_here("calibrate")
     found = calibrate_in_child(device.kind, budget_s=budget_s or BUDGET_S)
+    earlier = read_own_calibration(device)
+    if earlier is not None:
+        found = found.replace(collectives=earlier.collectives)
     return found, write_own_calibration(found)
+
+
+CPU = "CPU"
+"""Device of a calibration of links between CPU processes."""
+
+
+def calibrate_links(*, procs: int | None = None) -> tuple[Calibration, Path | None]:
+    """Measure collectives between processes; return them with the file that stores them.
+
+    Uses the processes that torchrun or srun started, else starts one for each GPU of this machine, or `procs`
+    processes on CPUs. Only the first process of a launcher stores the result; others return no file.
+    """
+    import os
+    from datetime import UTC, datetime
+
+    from trimtab.calibration import links
+    from trimtab.predict.calibration import read_own_calibration, write_own_calibration
+    from trimtab.spec import Calibration
+
+    devices = detect().devices
+    backend = "nccl" if devices else "gloo"
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    measured = (
+        links.measure_links_here(backend)
+        if launched
+        else links.measure_local_links(count_link_ends(len(devices), procs), backend)
+    )
+    earlier = read_own_calibration(devices[0]) if devices else None
+    found = (earlier or Calibration(device=devices[0].kind if devices else CPU)).replace(
+        collectives=tuple(measured), taken_on=datetime.now(UTC).date().isoformat()
+    )
+    if launched and os.environ["RANK"] != "0":
+        return found, None
+    return found, write_own_calibration(found)
+
+
+def count_link_ends(gpus: int, procs: int | None) -> int:
+    """Return how many processes to start; raise where there is no link to measure."""
+    from trimtab.errors import EnvironmentFault, WrongUse
+
+    given = "calibrate --links" + (f" --procs {procs}" if procs is not None else "")
+    if gpus == 1:
+        raise EnvironmentFault(
+            given,
+            found="this machine has one GPU, so there is no link to measure",
+            cure="Run it where there are several, or start it on every node with torchrun or srun.",
+        )
+    if not gpus and procs is None:
+        raise EnvironmentFault(
+            given,
+            found="this machine has no GPU that can be used",
+            cure="Run it on the machine with the GPUs; --procs 2 measures gloo between two CPU processes.",
+        )
+    if gpus and procs is not None and procs > gpus:
+        raise WrongUse(given, found=f"there are {gpus} GPUs", cure=f"Name 2 to {gpus}, or leave it out.")
+    return procs if procs is not None else gpus

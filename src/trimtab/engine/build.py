@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from trimtab.engine.branches import get_branches, keep_branch
 from trimtab.engine.precision import set_tf32_flags, torch_dtype
+from trimtab.engine.sequence_split import choose_part, split_batch
 from trimtab.errors import JobFailed
 from trimtab.jobs.job import Job
 from trimtab.jobs.optimizers import has_optimizers
@@ -50,9 +52,17 @@ def is_built_on_host(setting: Setting) -> bool:
 
 
 def make_batch(job: Any, setting: Setting, device: str, *, longest: bool = False) -> Any:
-    """Return one micro-batch from the job's batch(), or from its longest()."""
-    with use_build_defaults(setting.dtypes, device):
-        return (job.longest if longest else job.batch)(setting.micro_batch)
+    """Return one micro-batch from the job's batch(), or from its longest().
+
+    If ranks split sequences, it is the part of this rank: it is split on the host, as a loader does.
+    """
+    is_split = setting.mesh.cp > 1
+    with use_build_defaults(setting.dtypes, "cpu" if is_split else device):
+        batch = (job.longest if longest else job.batch)(setting.micro_batch)
+    if not is_split:
+        return batch
+    part = split_batch(job, batch, choose_part(setting))
+    return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, part)
 
 
 def build_model(  # noqa: PLR0913 - what to build, and for which rank

@@ -10,6 +10,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import functional
 
 from trimtab.engine.liger_loss import check_liger, fused_linear_loss
@@ -20,7 +21,6 @@ from trimtab.spec import LossForm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import nn
 
 USUAL_PIECES = 8
@@ -145,7 +145,8 @@ def sum_pieces(  # noqa: PLR0913 - the keywords are those of transformers
     if num_items_in_batch is None:
         return mean_token_loss(hidden, weight, targets, pieces=pieces)
     shares = (targets != IGNORE_INDEX).to(hidden.dtype) / num_items_in_batch
-    return weighted_token_loss(hidden, weight, targets, shares.float(), pieces=pieces)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return weighted_token_loss(hidden, weight, targets, shares.to(wide), pieces=pieces)
 
 
 def _place_targets(labels: torch.Tensor, hidden: torch.Tensor, ignore_index: int) -> torch.Tensor:

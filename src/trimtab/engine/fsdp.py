@@ -26,6 +26,7 @@ from trimtab.engine.build import find_shard_units
 from trimtab.engine.gradients import sum_squares
 from trimtab.engine.precision import torch_dtype
 from trimtab.engine.sync_norm import widen_norms
+from trimtab.engine.tensor_parallel import TensorSplitter
 from trimtab.errors import WrongUse
 from trimtab.spec import Offload
 from trimtab.strategies import limits
@@ -33,7 +34,9 @@ from trimtab.strategies import limits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.engine.context_parallel import ContextCollective, ContextGroup
     from trimtab.engine.sync_norm import NormCollective, SharedStatistics
+    from trimtab.engine.tensor_plan import TensorPlan
     from trimtab.spec import Setting
 
     FillTensor = Callable[[torch.Tensor], None]
@@ -59,8 +62,8 @@ class Collective(NamedTuple):
     dtype: torch.dtype
     all_reduce_group: Any
     """Group that sums the result afterwards (replicas of shards, in HSDP); None if there is none."""
-    statistics: NormCollective | None = None
-    """Collective of a synchronised BatchNorm layer, if it is one; it has no weights or gradients."""
+    statistics: NormCollective | ContextCollective | None = None
+    """Collective of a synchronised BatchNorm layer or of split attention; it has no weights or gradients."""
 
 
 class CollectiveLog:
@@ -76,8 +79,8 @@ class CollectiveLog:
             self.mid_backward()
         self.current.append(entry)
 
-    def record_statistics(self, exchange: NormCollective) -> None:
-        """Record a collective of a synchronised BatchNorm layer, just before it is issued."""
+    def record_statistics(self, exchange: NormCollective | ContextCollective) -> None:
+        """Record a collective of a synchronised BatchNorm layer or of split attention, before it starts."""
         self.record(Collective(False, None, exchange.length, 0, exchange.dtype, None, exchange))
 
 
@@ -130,18 +133,21 @@ class ShardedGradients:
         *,
         replicas: int,
         alone: bool,
+        tensor_parallel: int = 1,
         mid_backward: Callable[[], None] | None = None,
-        statistics: SharedStatistics | None = None,
+        statistics: SharedStatistics | ContextGroup | None = None,
         parameters: list[Any] | None = None,
         beside: ShardedGradients | None = None,
         device: str | None = None,
     ) -> None:
         """Prepare a sharded model.
 
-        `replicas` is the number of copies of every shard. `alone` means that there is one rank. `statistics`
-        is shared by the synchronised BatchNorm layers, if the model has some. `parameters` are those that get
-        gradients; by default all that are trainable. `beside` is the storage of other parameters of the same
-        model, if there is one. `device` is where the model computes, if its shards are on the host.
+        `replicas` is the number of copies of every shard. `alone` means that there is one rank.
+        `tensor_parallel` is the number of ranks that split every layer between them. `statistics`
+        runs the collectives of synchronised BatchNorm or of split attention, if there are some. `parameters`
+        are those that get gradients; by default all that are trainable. `beside` is the storage of other
+        parameters of the same model, if there is one. `device` is where the model computes, if its shards are
+        on the host.
         """
         self._model: Any = model
         self._log: CollectiveLog = CollectiveLog() if beside is None else beside._log
@@ -152,6 +158,7 @@ class ShardedGradients:
             statistics.record = self._log.record_statistics
         self._statistics = statistics
         self._replicas = replicas
+        self._tensor_parallel = tensor_parallel
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.max_arrivals = len(self._units)
         self._parameters: list[Any] = parameters or [
@@ -257,12 +264,21 @@ class ShardedGradients:
             issue_collectives(remaining, self._device)
 
     def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of this rank's shards, divided by the number of replicas."""
-        return sum_squares(self.local_gradients(), self._parameters[0].device) / self._replicas
+        """Return the squared norm of this rank's shards, divided by the number of replicas.
+
+        A gradient that all ranks of a tensor-parallel group have counts once.
+        """
+        device, parameters = self._parameters[0].device, self._parameters
+        squares = sum_squares(self.local_gradients(), device)
+        if self._tensor_parallel > 1:
+            copies = [parameter for parameter in parameters if parameter.placements[-1].is_replicate()]
+            copied = sum_squares(_list_local_gradients(copies), device)
+            squares = squares - copied + copied / self._tensor_parallel
+        return squares / self._replicas
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return this rank's shards of the gradients."""
-        return [parameter.grad._local_tensor for parameter in self._parameters if parameter.grad is not None]
+        return _list_local_gradients(self._parameters)
 
     def close(self) -> None:
         """Do nothing: the model stays sharded."""
@@ -285,6 +301,10 @@ class ShardedGradients:
                     fsdp_param.unsharded_accumulated_grad = None
                     if hasattr(fsdp_param, "_unsharded_param"):
                         fsdp_param._unsharded_param.grad = None
+
+
+def _list_local_gradients(parameters: list[Any]) -> list[torch.Tensor]:
+    return [parameter.grad._local_tensor for parameter in parameters if parameter.grad is not None]
 
 
 def _parameter_groups(module: Any) -> list[Any]:
@@ -393,8 +413,17 @@ def _reset_group(unit: Any) -> None:
     unit._to_sharded()
 
 
-def shard_model(model: nn.Module, setting: Setting, device: str, fill: FillTensor | None = None) -> None:
-    """Move a model to the device and shard it: unit by unit, then the rest."""
+def shard_model(
+    model: nn.Module,
+    setting: Setting,
+    device: str,
+    fill: FillTensor | None = None,
+    plan: TensorPlan | None = None,
+) -> None:
+    """Move a model to the device and shard it: unit by unit, then the rest.
+
+    With `plan`, the ranks of a tensor-parallel group first split the layers of each unit.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     _refuse_scalars(model, setting)
@@ -406,21 +435,26 @@ def shard_model(model: nn.Module, setting: Setting, device: str, fill: FillTenso
     policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=reduce_dtype)
     if cast is not None:
         widen_norms(model)
-    mesh = make_device_mesh(setting, device)
+    mesh, tensor_mesh = make_device_mesh(setting, device)
+    splitter = None if plan is None else TensorSplitter(model, plan, tensor_mesh)
     # Memory can only be pinned for a GPU.
     is_offloaded = Offload.PARAMS in setting.offload
     offload = CPUOffloadPolicy(pin_memory=device != "cpu") if is_offloaded else OffloadPolicy()
 
     def placement(parameter: nn.Parameter) -> Any:
-        return choose_shard_placement(parameter.shape, setting.mesh.dp_shard)
+        local = getattr(parameter, "_local_tensor", parameter)
+        return choose_shard_placement(local.shape, setting.mesh.shards)
 
     moved_tensors: MovedTensors = {}
-    for unit in find_shard_units(model):
+    for unit in (*find_shard_units(model), model):
         move_module(unit, device, moved_tensors, fill)
+        if splitter is not None:
+            splitter.split_module(unit)
+            splitter.release()
+            # The parameters from before the split are not needed any more.
+            moved_tensors.clear()
         fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload)
         moved_tensors.clear()
-    move_module(model, device, moved_tensors, fill)
-    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload)
 
 
 def choose_shard_placement(shape: torch.Size, shards: int) -> Any:
@@ -486,15 +520,23 @@ def _move_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return parameter
 
 
-def make_device_mesh(setting: Setting, device: str) -> Any:
-    """Return the device mesh of a sharded setting; it holds real tensors even while tracing."""
+def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any]:
+    """Return the device mesh over which a sharded setting shards, and that over which it splits layers.
+
+    The second is None without tensor parallelism. Ranks that split sequences hold different shards: weights
+    are cut over both, as in torchtitan. A mesh holds real tensors even while tracing.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
 
     mesh = setting.mesh
+    axes = {"dp_shard_cp": mesh.shards}
+    if mesh.dp_replicate > 1:
+        axes = {"dp_replicate": mesh.dp_replicate, **axes}
+    data_axes = tuple(axes)
+    if mesh.tp > 1:
+        # The last axis: the ranks that split a layer are neighbours.
+        axes["tp"] = mesh.tp
     with _disable_current_modes():
-        if mesh.dp_replicate > 1:
-            return init_device_mesh(
-                device, (mesh.dp_replicate, mesh.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-            )
-        return init_device_mesh(device, (mesh.dp_shard,), mesh_dim_names=("dp_shard",))
+        every = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return (every, None) if mesh.tp == 1 else (every[data_axes], every["tp"])

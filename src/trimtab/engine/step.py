@@ -17,6 +17,7 @@ from trimtab.engine.branches import compute_branch_loss
 from trimtab.engine.build import EntryPoints, build_model, find_entries, make_batch
 from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.compile import CompileSwitch
+from trimtab.engine.context_parallel import arrange_context, check_calls, refuse_context
 from trimtab.engine.float8 import convert_linear_layers
 from trimtab.engine.fsdp import move_module, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
@@ -30,6 +31,9 @@ from trimtab.engine.precision import autocast_dtype, cast_weights
 from trimtab.engine.quantize import quantize_frozen
 from trimtab.engine.recompute import enable_recompute
 from trimtab.engine.sync_norm import SyncReducer, synchronise_batch_norms
+from trimtab.engine.tensor_parallel import gather_loss
+from trimtab.engine.tensor_plan import find_tensor_plan
+from trimtab.engine.tensor_rules import refuse_tensor_split
 from trimtab.engine.update_phases import GradientSwitch, UpdatePhase, group_by_loss, list_parameters
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.jobs.job import list_whole_model_members, loss_function
@@ -43,10 +47,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.engine.activation_offload import ActivationOffload
+    from trimtab.engine.context_parallel import ContextGroup
     from trimtab.engine.fsdp import FillTensor
     from trimtab.engine.optimizer import NamedOptimizer
     from trimtab.engine.pipeline_stage import TracedStage
     from trimtab.engine.sync_norm import SharedStatistics
+    from trimtab.engine.tensor_plan import TensorPlan
     from trimtab.spec import Setting
 
 __all__ = [
@@ -80,6 +86,10 @@ class ArrangedModel:
     """State shared by synchronised BatchNorm layers; None if there are none."""
     offload: ActivationOffload | None = None
     """Holds activations on the host; None if they stay on the device."""
+    context: ContextGroup | None = None
+    """Ranks that split sequences with this one; None if sequences are whole."""
+    tensor_plan: TensorPlan | None = None
+    """How ranks split layers between them; None without tensor parallelism."""
 
 
 @dataclass(kw_only=True)
@@ -123,6 +133,7 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
     With `stage`, keep only the blocks of that pipeline stage.
     """
     refuse_partial_model(job, setting)
+    refuse_context(job, setting)
     refuse_in_backward(setting, job)
     stages: list[TracedStage] = []
 
@@ -141,6 +152,7 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
             job, named, choose_implementation(model, setting.optimizer), setting.optimizer_rule
         ),
         install_stage=None if stage is None else install_stage,
+        follow=make_meta_loss(job, setting),
     )
     compiling = None
     if setting.compile:
@@ -171,7 +183,7 @@ def refuse_partial_model(job: Any, setting: Setting) -> None:
         )
 
 
-def arrange_model(  # noqa: C901, PLR0913 - hooks for the differences between tracing and training
+def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing and training
     model: nn.Module,
     setting: Setting,
     device: str,
@@ -183,6 +195,7 @@ def arrange_model(  # noqa: C901, PLR0913 - hooks for the differences between tr
     fill: FillTensor | None = None,
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None = None,
     mid_backward: Callable[[], None] | None = None,
+    follow: Callable[[nn.Module], Any] | None = None,
 ) -> ArrangedModel:
     """Cast, recompute, stage and shard a model; make its optimizers and gradient storage.
 
@@ -198,24 +211,22 @@ def arrange_model(  # noqa: C901, PLR0913 - hooks for the differences between tr
         reduced: returns the trainable parameters, each with the group that sums it and the number of ranks
             in that group; by default all ranks sum all parameters.
         mid_backward: called whenever a gradient arrives.
+        follow: computes the loss of a batch on the meta device, to find out how layers are split.
     """
     refuse_state_offload(setting)
     _refuse_eager_budget(setting)
+    refuse_tensor_split(setting)
     strategy = strategy_of(setting)
-    if setting.mesh.tp > 1:
-        raise WrongUse(
-            f"strategy {setting.strategy} with tp {setting.mesh.tp}",
-            found="its ranks do not split layers between them",
-            cure="Use tp 1.",
-        )
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
     sharded = strategy.is_sharded
+    context = arrange_context(model, setting)
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
     quantize_frozen(model, setting.base, "cpu" if sharded else device)
     convert_linear_layers(model, setting.dtypes, device)
     apply_loss_form(model, setting.loss)
+    tensor_plan = find_tensor_plan(model, setting.mesh.tp, follow) if setting.mesh.tp > 1 else None
     recomputed = enable_recompute(model, setting.recompute)
     entries = entries or EntryPoints()
     offload = None
@@ -229,7 +240,7 @@ def arrange_model(  # noqa: C901, PLR0913 - hooks for the differences between tr
     if equalise is not None and not sharded:
         equalise(model)
     if sharded:
-        shard_model(model, setting, device, fill)
+        shard_model(model, setting, device, fill, tensor_plan)
         register_entries(model, entries)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
@@ -252,13 +263,28 @@ def arrange_model(  # noqa: C901, PLR0913 - hooks for the differences between tr
             parameters,
             reduced=reduced,
             mid_backward=mid_backward,
-            statistics=statistics,
+            statistics=context or statistics,
         ),
         recomputed=tuple(recomputed),
         entries=entries,
         statistics=statistics,
         offload=offload,
+        context=context,
+        tensor_plan=tensor_plan,
     )
+
+
+def make_meta_loss(job: Any, setting: Setting) -> Callable[[nn.Module], Any] | None:
+    """Return a function that computes the loss of one micro-batch on the meta device; None without a job."""
+    if job is None:
+        return None
+
+    def compute_meta_loss(model: nn.Module) -> Any:
+        batch = make_batch(job, setting, "meta")
+        with torch.device("meta"):
+            return loss_function(job)(model, batch)
+
+    return compute_meta_loss
 
 
 def _refuse_eager_budget(setting: Setting) -> None:
@@ -311,7 +337,7 @@ def _make_phases(  # noqa: PLR0913 - state of arrange_model()
     *,
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
-    statistics: SharedStatistics | None,
+    statistics: SharedStatistics | ContextGroup | None,
 ) -> list[UpdatePhase]:
     """Return a phase for each loss of the optimizers, with the gradient storage of its parameters."""
     groups = group_by_loss(optimizers)
@@ -362,7 +388,7 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
     parameters: list[Any],
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
-    statistics: SharedStatistics | None,
+    statistics: SharedStatistics | ContextGroup | None,
     beside: Any,
 ) -> Gradients:
     """Return the gradient storage: sharded, in buckets that ranks sum, or as autograd makes them."""
@@ -373,6 +399,7 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
             model,
             replicas=setting.mesh.dp_replicate,
             alone=setting.gpus == 1,
+            tensor_parallel=setting.mesh.tp,
             mid_backward=mid_backward,
             statistics=statistics,
             parameters=parameters,
@@ -404,7 +431,7 @@ def compute_loss(
     `own` is the loss of an optimizer, by default the job's loss.
     """
     half = autocast_dtype(state.setting)
-    with torch.autocast(state.device, dtype=half, enabled=half is not None):
+    with check_calls(state.context), torch.autocast(state.device, dtype=half, enabled=half is not None):
         if state.branch:
             loss = compute_branch_loss(state.job, state.model, batch, state.branch)
         elif state.stage is not None:
@@ -417,7 +444,7 @@ def compute_loss(
         else:
             loss = (own or loss_function(state.job))(state.model, batch)
     check_loss(loss)
-    return loss
+    return gather_loss(loss)
 
 
 def run_step(

@@ -33,6 +33,8 @@ from trimtab.errors import JobFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from trimtab.engine.context_parallel import ContextCollective, ContextGroup
+
 PASS, FORWARD = "pass", "forward"
 """Kinds of passes: forward and backward; forward without gradients."""
 PLANES, VOLUMES = 4, 5
@@ -505,21 +507,21 @@ def _expand_channels(values: torch.Tensor, source: torch.Tensor) -> torch.Tensor
 
 
 class SyncReducer(Reducer):
-    """Sum gradients of ranks that exchange BatchNorm statistics in every pass.
+    """Sum gradients of ranks that exchange BatchNorm statistics, or parts of sequences, in every pass.
 
     All ranks run the same number of passes. Buckets are sent after the last pass: on the same stream, they
     would delay the statistics.
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[nn.Parameter, Any, int]], statistics: SharedStatistics
+        self, parameters: Sequence[tuple[nn.Parameter, Any, int]], statistics: SharedStatistics | ContextGroup
     ) -> None:
         super().__init__(parameters, equal_micro_batches=True)
         self._statistics = statistics
         statistics.record = self._record
         self._device = parameters[0][0].device
-        self._sequences: dict[str, list[NormCollective]] = {}
-        self._current: list[NormCollective] = []
+        self._sequences: dict[str, list[NormCollective | ContextCollective]] = {}
+        self._current: list[NormCollective | ContextCollective] = []
         self._kind = ""
         self._done = 0
         self._skips_finish = False
@@ -574,7 +576,7 @@ class SyncReducer(Reducer):
         self._skips_finish = False
         super().finish_attempt(failed_at, count)
 
-    def _record(self, exchange: NormCollective) -> None:
+    def _record(self, exchange: NormCollective | ContextCollective) -> None:
         self._current.append(exchange)
 
     def _save_sequence(self) -> None:

@@ -54,6 +54,8 @@ WHOLE_ROW = ("sdpa", "eager")
 FULL_ROW = 0.995
 """Share of a row from which it is said to be full."""
 GOLDEN_SECTION = 0.618034
+SHIFTED = "shift_labels"
+"""Key of labels that are aligned with the inputs, as transformers calls them."""
 MASK_BYTE = 255
 """Byte that replaces a masked token if the tokenizer has no mask token; it is not used in UTF-8."""
 
@@ -524,11 +526,42 @@ class HuggingFace(Job):
         """Return the model's own loss."""
         if self._is_flat:
             batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+        if SHIFTED in batch:
+            # A part of a sequence may have no label, and its mean would be NaN.
+            counted = (batch[SHIFTED] != IGNORE_INDEX).sum().clamp(min=1)
+            return model(**batch, num_items_in_batch=counted).loss
         return model(**batch).loss
+
+    def split_sequence(self, batch: dict[str, torch.Tensor], part: Any) -> dict[str, torch.Tensor]:
+        """Return one rank's part of the sequences, with labels that are shifted before."""
+        given = f"cp={part.size}"
+        if self._task.name != "causal LM":
+            raise WrongUse(
+                given,
+                found=f"this model is trained as {self._task.name}; only causal language models are split",
+                cure="Leave cp out.",
+            )
+        if self._row is not None or "attention_mask" in batch:
+            option = "--packed" if self._row is not None else "--lengths"
+            raise WrongUse(
+                given,
+                found=f"{option} needs a mask for the documents of a row, whose columns are on other ranks",
+                cure=f"Leave {option} out, or cp.",
+            )
+        ids = batch["input_ids"]
+        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        positions = part.positions(ids.shape[1]).to(ids.device).expand(ids.shape[0], -1)
+        labels = part.select(shifted)
+        # transformers computes a loss where there are `labels`, and takes `shift_labels` as they are.
+        return {
+            "input_ids": part.select(ids), "labels": labels, SHIFTED: labels, "position_ids": positions
+        }  # fmt: skip
 
     def weight(self, batch: dict[str, torch.Tensor]) -> Any:
         """Return the number of tokens with a label, or of samples."""
         labels = batch["labels"]
+        if SHIFTED in batch:
+            return (batch[SHIFTED] != IGNORE_INDEX).sum()
         if "LM" not in self._task.name:
             return labels.numel() if self._task.name == "seq2seq" else labels.shape[0]
         # A causal model does not predict the first token.

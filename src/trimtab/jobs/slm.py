@@ -95,9 +95,12 @@ class LanguageModel(nn.Module):
             if weight.dim() > 1:
                 nn.init.normal_(weight, std=0.02 / (2 * job.layers) ** 0.5 if on_residual else 0.02)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss per token."""
-        positions = torch.arange(tokens.size(1), device=tokens.device)
+    def forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the mean loss per token; `positions` are those of the tokens, if they are not all."""
+        if positions is None:
+            positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16:
@@ -171,11 +174,17 @@ class Slm(Job):
         tokens = torch.randint(self.vocab, (size, self.seq + 1))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def loss(self, model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    def loss(self, model: Any, batch: tuple[torch.Tensor, ...]) -> Any:
         """Return the mean loss per token."""
         return model(*batch)
 
-    def weight(self, batch: tuple[torch.Tensor, torch.Tensor]) -> int:
+    def split_sequence(self, batch: tuple[torch.Tensor, torch.Tensor], part: Any) -> tuple[torch.Tensor, ...]:
+        """Return one rank's part of the sequences; targets are shifted already."""
+        tokens, targets = batch
+        positions = part.positions(tokens.shape[1]).to(tokens.device).expand(tokens.shape[0], -1)
+        return part.select(tokens), part.select(targets), positions
+
+    def weight(self, batch: tuple[torch.Tensor, ...]) -> int:
         """Return the number of tokens."""
         return batch[1].numel()
 

@@ -11,6 +11,7 @@ from trimtab.planner.degrees import DEGREES, describe_cluster, lint_degrees, rea
 from trimtab.spec import (
     Allocator,
     BaseFormat,
+    ContextMethod,
     LossForm,
     Mesh,
     Offload,
@@ -38,6 +39,7 @@ CHOICES: dict[str, Any] = {
     "recompute": Recompute,
     "base": BaseFormat,
     "loss": LossForm,
+    "cp_method": ContextMethod,
     "optimizer": (*OptimizerImplementation, *OptimizerRule),
     "allocator": Allocator,
 }
@@ -69,6 +71,7 @@ BUDGET_OF_ONE_DEVICE = (
     "recompute by a budget: compiled code is traced on one device, so only strategies whose ranks compute "
     "the whole model without shards"
 )
+CONTEXT_NOT_COMPILED = "trimtab does not compile attention over split sequences"
 NOT_COMPILED_OFFLOADED = (
     "compile with activations on the host: compiled code decides itself which activations it stores"
 )
@@ -87,6 +90,8 @@ def read_ways(pins: Mapping[str, Any]) -> dict[str, Any]:
         ways["base"] = BaseFormat(pins["base"])
     if "loss" in pins:
         ways["loss"] = LossForm(pins["loss"])
+    if "cp_method" in pins:
+        ways["cp_method"] = ContextMethod(pins["cp_method"])
     if OFFLOAD in pins:
         ways[OFFLOAD] = read_offload(str(pins[OFFLOAD]))
     if IN_BACKWARD in pins:
@@ -256,6 +261,10 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
         wrong.append(
             (BUDGET_IS_COMPILED, "pin compile=true, or recompute=selective or another way without a budget")
         )
+    if pins.get("compile") and (pins.get("cp") or 1) > 1:
+        wrong.append(
+            (f"cp={pins['cp']} with compile=true: {CONTEXT_NOT_COMPILED}", "leave one of the two out")
+        )
     wrong += _check_in_backward(pins, workload)
     return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)
 
@@ -295,6 +304,9 @@ def _check_batch(pins: Mapping[str, Any], global_batch: int) -> list[tuple[str, 
     following = gpus if gpus == 1 else None
     if strategy is not None:
         following = strategy.pinned_data_parallel(gpus)
+    if following is not None:
+        # Ranks that split layers or sequences see the same samples.
+        following = max(1, following // (int(pins.get("tp") or 1) * int(pins.get("cp") or 1)))
     ranks = 1 if following == 1 else ranks or following
     if ranks is not None and ranks > global_batch:
         return [

@@ -15,6 +15,7 @@ from trimtab.planner.batch_split import find_split, list_splits
 from trimtab.planner.estimator_interface import Layout, available_bytes
 from trimtab.planner.pins import (
     BUDGET_OF_ONE_DEVICE,
+    CONTEXT_NOT_COMPILED,
     IN_BACKWARD,
     NOT_COMPILED_OFFLOADED,
     NOT_COMPILED_SYNCHRONISED,
@@ -445,7 +446,7 @@ def _list_families(
     if not _can_all_run(layout.cluster.devices, precision):
         refusals.add(f"{precision} is only emulated by {layout.kinds[0]}", ways)
         return
-    for strategy, mesh in _list_meshes(layout, len(workload.branches)):
+    for strategy, mesh in _list_meshes(layout, len(workload.branches), pins):
         if wrong_pin := _find_wrong_pin(pins, strategy, mesh):
             refusals.add(f"the pin {wrong_pin}={pins[wrong_pin]}", ways)
             continue
@@ -470,7 +471,7 @@ def _list_families(
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
             )
             continue
-        why_not_compiled = f"{strategy} compiled: {rules.why_not_compiled}" if rules.why_not_compiled else ""
+        why_not_compiled = _explain_not_compiled(strategy, mesh)
         tied = synchronised and layout.gpus > 1
         refusals.add(why_not_compiled, len(recomputes) * (bool(why_not_compiled) and True in compiles))
         refusals.add(NOT_COMPILED_SYNCHRONISED, len(recomputes) * (tied and True in compiles))
@@ -514,6 +515,13 @@ def _find_wrong_pin(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> 
     return find_wrong_degree(pins, mesh)
 
 
+def _explain_not_compiled(strategy: Strategy, mesh: Mesh) -> str:
+    """Return why a strategy or its mesh is not compiled; empty if it is."""
+    if why := STRATEGIES[strategy].why_not_compiled:
+        return f"{strategy} compiled: {why}"
+    return f"cp={mesh.cp} compiled: {CONTEXT_NOT_COMPILED}" if mesh.cp > 1 else ""
+
+
 def _explain_in_backward(strategy: Strategy, mesh: Mesh, precision: Precision, *, in_backward: bool) -> str:
     """Return why weights cannot be updated in the backward pass; empty if they can."""
     setting = Setting(
@@ -548,13 +556,14 @@ def _refuse_budget(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> s
     return BUDGET_OF_ONE_DEVICE if has_budget(pins) and not is_compiled else ""
 
 
-def _list_meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
-    """Yield every strategy and mesh for the devices of a layout."""
+def _list_meshes(layout: Layout, branches: int, pins: Mapping[str, Any]) -> Iterator[tuple[Strategy, Mesh]]:
+    """Yield every strategy and mesh for the devices of a layout; layers and sequences are split by pin."""
+    inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp")}
     per_node = {len(node.devices) for node in layout.cluster.nodes}
     # Nodes of different sizes count as one: no strategy can make groups of them.
     nodes = len(layout.cluster.nodes) if len(per_node) == 1 else 1
     for rules in STRATEGIES.values():
-        for mesh in rules.meshes(layout.gpus, nodes=nodes, branches=branches):
+        for mesh in rules.meshes_within(layout.gpus, nodes=nodes, branches=branches, **inner):
             yield rules.word, mesh
 
 

@@ -12,7 +12,7 @@ from trimtab.predict.calibration import find_speed
 from trimtab.predict.host_link import find_host_link
 from trimtab.predict.host_memory import estimate_host, list_host_assumptions
 from trimtab.predict.memory import MemoryPeaks, estimate_memory
-from trimtab.spec import Allocator, Band, Estimate, MfuReference, Recompute, StepTime
+from trimtab.spec import Allocator, Band, ContextMethod, Estimate, MfuReference, Recompute, StepTime
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT16
 from trimtab.strategies import strategy_of
 from trimtab.units import MIB, format_bytes
@@ -55,6 +55,13 @@ UNEXPLAINED_LOSSES = (
     "steps than in eager mode; on a CPU (torch 2.13) they agree. The cause is not known, so compare yours "
     "before you train"
 )
+CONTEXT_NOTES = {
+    ContextMethod.RING: "time: the next keys and values of a ring are on their way while the current block "
+    "is computed; such a ring was never measured",
+    ContextMethod.ALL_TO_ALL: "time: nothing hides the exchange of positions for heads; it was never "
+    "measured",
+}
+"""What the time of attention over split sequences takes for granted."""
 CALLS_NOT_MEASURED = (
     "time: what the host needs to call the optimizer for each weight in the backward pass was not measured "
     "beside a GPU"
@@ -256,7 +263,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     if pace is None or not trace.sequence or (cluster is None and not alone):
         return {}, []
     among = (
-        communication.find_links(cluster, setting.gpus)
+        communication.find_links(cluster, setting.gpus, calibration)
         if cluster is not None
         else communication.Links(1.0, 1.0, 1, 1)
     )
@@ -275,8 +282,10 @@ def _estimate_time(  # noqa: PLR0913 - as above
         notes.append(link.describe())
     notes += [CALLS_NOT_MEASURED] * setting.optimizer_in_backward
     notes += strategy_of(setting).time_assumptions
-    if not alone:
-        notes.append("time: collectives by the bandwidth of the links, not measured")
+    if setting.mesh.cp > 1:
+        notes.append(CONTEXT_NOTES[setting.cp_method])
+    if not alone and cluster is not None:
+        notes.append(communication.describe_collectives(cluster, calibration))
     if not (alone and pace.own) and (doubt := warn_high_mfu(mfu, usual)):
         notes.append(doubt)
     if cluster is not None and (network := communication.describe_network(cluster, setting.gpus)):

@@ -17,9 +17,9 @@ from trimtab.predict.fusion import fuse_trace
 from trimtab.predict.host_link import exposed_transfers_s
 from trimtab.predict.host_memory import offloaded_state_s
 from trimtab.predict.memory import gradient_sizes
-from trimtab.spec import Recompute, Work
+from trimtab.spec import ContextMethod, Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
-from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE, SHARDED, UPDATE_CALL, WRAPPED
+from trimtab.spec.trace import CONTEXT, GRAPH_ENTER, GRAPH_LEAVE, SHARDED, UPDATE_CALL, WRAPPED
 from trimtab.strategies import strategy_of
 from trimtab.strategies.base import Traffic
 
@@ -219,7 +219,10 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
         how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
         sums = tuple(gradient_sizes(rank)) if rounds > 1 or setting.mesh.pp > 1 else None
         single = _time_single_device(rank.works, rank.sequence, _backward_bounds(rank), pace, host, how, sums)
-        step = _split_time(single, rounds, _exposed_s(rank, setting, links, single), host.step)
+        exposed = _exposed_s(rank, setting, links, single) + rounds * exposed_context_s(
+            rank, setting, links, pace
+        )
+        step = _split_time(single, rounds, exposed, host.step)
         copied = exposed_transfers_s(
             rank, host_bytes_per_s, forward_s=single.forward_s, backward_s=single.backward_s
         )
@@ -399,3 +402,37 @@ def exposed_communication_s(
             hidden_backward_s=collectives().overlapped * backward_s,
         )
     )
+
+
+def exposed_context_s(trace: Trace, setting: Setting, links: communication_module.Links, pace: Pace) -> float:
+    """Return the seconds of a pass for which attention waits for other ranks that split sequences.
+
+    What a ring sends next is on its way while the device computes the current block. Sends of a group follow
+    one another: each starts when it is issued and the one before has arrived. A device that computes while
+    it sends is assumed to lose nothing. Positions that are exchanged for heads are never hidden: the next
+    operation needs them.
+    """
+    mesh = setting.mesh
+    if mesh.cp == 1:
+        return 0.0
+    now = link_free = waited = 0.0
+    arrivals: deque[float] = deque()
+    for number in trace.sequence:
+        work = trace.works[number]
+        if not work.op.startswith(CONTEXT):
+            now += pace.seconds(work) if work.kernels and work.kind != "collective" else 0.0
+        elif "wait" in work.op:
+            arrival = arrivals.popleft() if arrivals else now
+            waited += max(0.0, arrival - now)
+            now = max(now, arrival)
+        else:
+            is_ring = work.op.startswith(f"{CONTEXT} {ContextMethod.RING}")
+            cost = (
+                # All ranks wait for the slowest hop, which may be that from the last rank to the first.
+                max(links.send_s(work.read_bytes, apart) for apart in (mesh.tp, (mesh.cp - 1) * mesh.tp))
+                if is_ring
+                else links.all_to_all_s(work.read_bytes, mesh.cp, apart=mesh.tp)
+            )
+            link_free = max(now, link_free) + cost
+            arrivals.append(link_free)
+    return waited

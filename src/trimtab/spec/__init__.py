@@ -2,7 +2,7 @@
 
 from trimtab.spec.base import Noun
 from trimtab.spec.base_format import BaseFormat, BaseStorage
-from trimtab.spec.calibration import Calibration
+from trimtab.spec.calibration import Calibration, CollectiveTimes
 from trimtab.spec.estimate import Band, Estimate, Footprint, HostMemory, MfuReference, StepTime, Verdict
 from trimtab.spec.finding import Finding, Severity
 from trimtab.spec.hardware import (
@@ -56,6 +56,7 @@ from trimtab.spec.run import (
 from trimtab.spec.script import PhasePeak, ScriptChange, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
 from trimtab.spec.setting import (
     Allocator,
+    ContextMethod,
     LossForm,
     Mesh,
     Offload,
@@ -82,7 +83,9 @@ __all__ = [
     "Calibration",
     "Candidate",
     "Cluster",
+    "CollectiveTimes",
     "Comparison",
+    "ContextMethod",
     "Device",
     "DeviceProcess",
     "Dtypes",

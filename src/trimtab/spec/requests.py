@@ -115,7 +115,8 @@ Devices = Annotated[
 Network = Annotated[
     str | None,
     option(
-        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes); "
+        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes), "
+        "and options: 400Gb/gpu,latency=5us,rails=yes,oversubscription=2,nvlink=72; "
         "default: what such nodes usually have.",
         metavar="BANDWIDTH",
     ),
@@ -202,6 +203,24 @@ StrategyName = Annotated[
     option("How the work is spread over GPUs: single, ddp, fsdp, hsdp, branch, hybrid or pipeline."),
 ]
 GpuCount = Annotated[int | None, option("Number of GPUs; default: all that `on` names.", None)]
+TensorParallel = Annotated[
+    int,
+    option(
+        "Tensor parallelism: number of neighbouring GPUs that split every layer between them. With it, "
+        "strategy single means fsdp over the rest of the GPUs."
+    ),
+]
+ContextParallel = Annotated[
+    int,
+    option(
+        "Context parallelism: number of GPUs that split every sequence between them. Strategy single then "
+        "means fsdp over all GPUs."
+    ),
+]
+ContextMethodName = Annotated[
+    str,
+    option("How GPUs that split sequences compute attention: ring or all-to-all."),
+]
 SyncBatchnorm = Annotated[
     bool, option("Compute BatchNorm statistics over a micro-batch of all GPUs together.")
 ]
@@ -360,6 +379,9 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     compile: Compile = False
     strategy: StrategyName = "single"
     gpus: GpuCount = None
+    tp: TensorParallel = 1
+    cp: ContextParallel = 1
+    cp_method: ContextMethodName = "ring"
     optimizer: OptimizerName = "fused"
     optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
@@ -394,6 +416,9 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     compile: Compile = False
     strategy: StrategyName = "single"
     gpus: GpuCount = None
+    tp: TensorParallel = 1
+    cp: ContextParallel = 1
+    cp_method: ContextMethodName = "ring"
     optimizer: OptimizerName = "fused"
     optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"

@@ -137,6 +137,15 @@ class Allocator(StrEnum):
     """expandable_segments:True."""
 
 
+class ContextMethod(StrEnum):
+    """How ranks that split sequences compute attention."""
+
+    RING = "ring"
+    """Keys and values go round the ranks; queries stay."""
+    ALL_TO_ALL = "all-to-all"
+    """Ranks exchange positions for heads before attention, and back after it."""
+
+
 class LossForm(StrEnum):
     """How the loss of a language model is computed from its last hidden states."""
 
@@ -183,6 +192,8 @@ class Mesh(Noun, frozen=True, kw_only=True):
     """Ranks with different data, each with a shard of weights, gradients and optimizer state."""
     branch: int = 1
     """Groups that each compute one term of the loss on the same data."""
+    cp: int = 1
+    """Ranks that split every sequence between them (context parallelism); they see the same samples."""
     tp: int = 1
     """Ranks that split every layer between them (tensor parallelism); they see the same data."""
     pp: int = 1
@@ -195,12 +206,17 @@ class Mesh(Noun, frozen=True, kw_only=True):
     def size(self) -> int:
         """Total number of devices."""
         ranks = sum(self.copies) if self.copies else self.dp_replicate * self.branch
-        return prod((ranks, self.dp_shard, self.tp, self.pp))
+        return prod((ranks, self.dp_shard, self.cp, self.tp, self.pp))
 
     @property
     def data_parallel(self) -> int:
         """Number of ranks that split the global batch; if branches differ in ranks, the smallest number."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Number of shards of every weight under fsdp: ranks that split sequences hold different shards."""
+        return self.dp_shard * self.cp
 
     @property
     def branch_ranks(self) -> tuple[int, ...]:
@@ -214,6 +230,7 @@ class Mesh(Noun, frozen=True, kw_only=True):
             dp_replicate=self.dp_replicate,
             dp_shard=self.dp_shard,
             branch=self.branch,
+            cp=self.cp,
             tp=self.tp,
             pp=self.pp,
         )
@@ -285,6 +302,8 @@ class Setting(Noun, frozen=True, kw_only=True):
     allocator: Allocator = Allocator.DEFAULT
     workers: int = 0
     """Data loader processes per rank."""
+    cp_method: ContextMethod = ContextMethod.RING
+    """How ranks that split sequences compute attention; it matters only with a `cp` above 1."""
     sync_batchnorm: bool = False
     """Whether BatchNorm layers compute statistics over a micro-batch of all ranks together."""
     shares: tuple[Share, ...] = ()

@@ -40,6 +40,10 @@ GRADIENT = "gradient"
 """Name of the allocations of 0 bytes that mark when a parameter's gradient is complete."""
 STATISTICS = "sync_batchnorm"
 """Prefix of the names of collectives of synchronised BatchNorm layers."""
+CONTEXT = "context_parallel"
+"""Prefix of the names of collectives of attention over sequences that ranks split; the method follows."""
+TENSOR_PARALLEL_OPS = ("_c10d_functional::", "_dtensor::")
+"""Prefixes of the names of collectives of layers that ranks split between them; those of FSDP have others."""
 PERMUTED, BROADCAST, PROMOTED = 1, 2, 4
 """Bits for what keeps an operation from reading and writing memory sequentially."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from trimtab.errors import WrongUse
 from trimtab.spec import Mesh, Strategy
-from trimtab.spec.trace import STATISTICS
+from trimtab.spec.trace import CONTEXT, STATISTICS, TENSOR_PARALLEL_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -66,6 +66,18 @@ ALIKE = RankKind()
 """Where all ranks hold the same."""
 
 
+class Call(NamedTuple):
+    """Communication that runs at the same time as other communication."""
+
+    collective: str
+    """all_gather, reduce_scatter, all_reduce, all_to_all or send."""
+    size: int
+    ranks: int
+    apart: int = 1
+    repeats: int = 1
+    """How many of them follow each other."""
+
+
 class LinkCosts(Protocol):
     """What sending costs on the links of a cluster."""
 
@@ -84,6 +96,9 @@ class LinkCosts(Protocol):
     def send_s(self, size: int, apart: int) -> float:
         """Return the seconds until a rank has `size` bytes of the rank `apart` numbers away."""
 
+    def together_s(self, streams: Sequence[Sequence[Call]]) -> float:
+        """Return the seconds of streams that run at once and share links; calls of a stream run in turn."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
@@ -99,13 +114,39 @@ class Traffic:
     hidden_backward_s: float
 
     def collectives(self, *, statistics: bool = False) -> list[Work]:
-        """List the traced collectives: those of synchronised BatchNorm, or all others."""
+        """List the traced collectives: those of synchronised BatchNorm, or all others but those in layers."""
         works = (self.trace.works[number] for number in self.trace.sequence)
         return [
             work
             for work in works
             if (work.op.startswith(STATISTICS) if statistics else _is_plain_collective(work))
         ]
+
+    def within_layers_s(self) -> float:
+        """Return the seconds for which ranks that split layers between them wait for each other.
+
+        Every layer needs the result before it goes on, so that no computing hides it.
+        """
+        ranks = self.setting.mesh.tp
+        if ranks == 1:
+            return 0.0
+        works = (self.trace.works[number] for number in self.trace.sequence)
+        once = sum(
+            self._within_layer_s(work, ranks) for work in works if work.op.startswith(TENSOR_PARALLEL_OPS)
+        )
+        return self.setting.accumulation * once
+
+    def _within_layer_s(self, work: Work, ranks: int) -> float:
+        if "wait" in work.op:
+            return 0.0
+        for word, cost in (
+            ("all_gather", self.links.all_gather_s),
+            ("reduce_scatter", self.links.reduce_scatter_s),
+            ("all_reduce", self.links.all_reduce_s),
+        ):
+            if word in work.op:
+                return cost(work.read_bytes, ranks)
+        return self.links.all_to_all_s(work.read_bytes, ranks)
 
     def statistics_s(self) -> float:
         """Return the seconds of synchronised BatchNorm: each layer waits for the ranks, both ways."""
@@ -121,7 +162,7 @@ class Traffic:
 
 
 def _is_plain_collective(work: Work) -> bool:
-    return work.kind == "collective" and not work.op.startswith(STATISTICS)
+    return work.kind == "collective" and not work.op.startswith((STATISTICS, CONTEXT, *TENSOR_PARALLEL_OPS))
 
 
 class ParallelStrategy(ABC):
@@ -200,6 +241,15 @@ class ParallelStrategy(ABC):
 
     # which meshes are legal, and why not
 
+    def tensor_refusal(self, tp: int) -> Refusal | None:
+        """Return why so many ranks cannot split layers between them under this strategy; None if they can."""
+        if tp == 1 or self.is_sharded:
+            return None
+        allowed = f"{Strategy.FSDP} or {Strategy.HSDP}"
+        return Refusal(
+            f"only the ranks of {allowed} split layers between them", f"Use strategy {allowed}, or tp 1."
+        )
+
     def refusal(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Refusal | None:
         """Return why it cannot use so many GPUs in so many nodes of one size; None where it can."""
         if self.needs_several_gpus and gpus < 2:  # noqa: PLR2004 - several
@@ -215,12 +265,62 @@ class ParallelStrategy(ABC):
         if self.refusal(gpus, nodes=nodes, branches=branches) is None:
             yield self.usual_mesh(gpus, nodes=nodes, branches=branches)
 
-    def mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Mesh:
-        """Return the usual mesh; raise WrongUse where the strategy is refused."""
-        refusal = self.refusal(gpus, nodes=nodes, branches=branches)
+    def mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0, tp: int = 1, cp: int = 1) -> Mesh:
+        """Return the usual mesh; raise WrongUse if it is refused.
+
+        Each `tp` neighbours split layers, and each `cp` groups of them split sequences.
+        """
+        for flag, degree, refusal in (
+            ("--tp", tp, self.tensor_refusal(tp)),
+            ("--cp", cp, self.context_refusal(cp)),
+        ):
+            if refusal is not None:
+                raise WrongUse(
+                    f"{flag} {degree} with --strategy {self.word}", found=refusal.found, cure=refusal.cure
+                )
+        inner = tp * cp
+        if gpus % inner:
+            flags = " ".join(f"--{name} {degree}" for name, degree in (("cp", cp), ("tp", tp)) if degree > 1)
+            divisors = [str(each) for each in range(1, gpus + 1) if gpus % each == 0]
+            raise WrongUse(
+                flags,
+                found=f"there are {gpus} GPUs, which do not divide by {inner}",
+                cure=f"Use a {'product' if ' --' in flags else 'degree'} of {', '.join(divisors[:8])}.",
+            )
+        groups = gpus // inner
+        # A single group of ranks that split layers or sequences is several GPUs.
+        refusal = self.refusal(max(groups, min(gpus, 2)), nodes=nodes, branches=branches)
         if refusal is not None:
             raise WrongUse(f"--strategy {self.word}", found=refusal.found, cure=refusal.cure)
-        return self.usual_mesh(gpus, nodes=nodes, branches=branches)
+        return self.usual_mesh(groups, nodes=nodes, branches=branches).replace(tp=tp, cp=cp)
+
+    def meshes_within(
+        self, gpus: int, *, nodes: int = 1, branches: int = 0, tp: int = 1, cp: int = 1
+    ) -> Iterator[Mesh]:
+        """Yield every mesh on all of these GPUs in which so many ranks split layers and sequences."""
+        inner = tp * cp
+        if inner == 1:
+            yield from self.meshes(gpus, nodes=nodes, branches=branches)
+            return
+        if gpus % inner or self.tensor_refusal(tp) or self.context_refusal(cp):
+            return
+        groups = gpus // inner
+        nodes = nodes if groups % nodes == 0 else 1
+        meshes: Iterator[Mesh] = iter(())
+        if groups > 1:
+            meshes = self.meshes(groups, nodes=nodes, branches=branches)
+        elif self.refusal(gpus, nodes=nodes, branches=branches) is None:
+            meshes = iter((self.usual_mesh(1, nodes=nodes, branches=branches),))
+        for mesh in meshes:
+            yield mesh.replace(tp=tp, cp=cp)
+
+    def context_refusal(self, cp: int) -> Refusal | None:
+        """Return why so many ranks cannot split sequences under it; None where they can."""
+        if cp == 1 or (self.runs_whole_model and self.needs_several_gpus):
+            return None
+        return Refusal(
+            "its ranks do not split sequences between them", "Use ddp, fsdp or hsdp, or leave cp out."
+        )
 
     def pin_conflicts(self, pins: Mapping[str, Any], available: int, branches: int) -> list[Refusal]:
         """List the pins that cannot go with this strategy, which is pinned too."""
@@ -247,6 +347,14 @@ class ParallelStrategy(ABC):
 
     def resized(self, mesh: Mesh, ranks: int, *, nodes: int = 1, branches: int = 0) -> tuple[Strategy, Mesh]:
         """Return the nearest strategy and mesh for another number of ranks; `mesh` is the one until now."""
+        tp = mesh.tp if ranks % mesh.tp == 0 else 1
+        cp = mesh.cp if ranks % (tp * mesh.cp) == 0 else 1
+        groups = ranks // (tp * cp)
+        if tp * cp > 1 and (groups == 1 or self.refusal(groups, nodes=nodes, branches=branches) is not None):
+            return Strategy.FSDP, Mesh(dp_shard=groups, tp=tp, cp=cp)
+        if tp * cp > 1:
+            usual = self.usual_mesh(groups, nodes=nodes, branches=branches)
+            return self.word, usual.replace(tp=tp, cp=cp)
         if ranks == 1 or self.refusal(ranks, nodes=nodes, branches=branches) is None:
             return alone_or(self, ranks, nodes=nodes, branches=branches)
         return Strategy.FSDP, Mesh(dp_shard=ranks)
@@ -348,3 +456,18 @@ def on_mesh(setting: Setting, strategy: Strategy, mesh: Mesh) -> Setting:
     return setting.replace(
         strategy=strategy, mesh=mesh, accumulation=1, global_batch=setting.micro_batch * mesh.data_parallel
     )
+
+
+def describe_degrees(word: Strategy, mesh: Mesh) -> str:
+    """Return a strategy with the ranks that split sequences or layers: fsdp 8 x cp 2 x tp 8.
+
+    >>> describe_degrees(Strategy.FSDP, Mesh(dp_shard=8)), describe_degrees(Strategy.DDP, Mesh(cp=4))
+    ('fsdp', 'ddp 1 x cp 4')
+    """
+    inner = [f"{name} {degree}" for name, degree in (("cp", mesh.cp), ("tp", mesh.tp)) if degree > 1]
+    return " x ".join([f"{word} {mesh.data_parallel}", *inner]) if inner else word.value
+
+
+def explain_context(mesh: Mesh) -> str:
+    """Return what the ranks do that split sequences between them; empty where none do."""
+    return "" if mesh.cp == 1 else f"; {mesh.cp} GPUs split every sequence between them"

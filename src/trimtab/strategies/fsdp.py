@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 
 from trimtab.spec import Mesh, Strategy
 from trimtab.spec.precision import DTYPE_BYTES
-from trimtab.strategies.base import Derivation, ParallelStrategy, Traffic, Wrapping, on_mesh
+from trimtab.strategies.base import (
+    Call,
+    Derivation,
+    ParallelStrategy,
+    Traffic,
+    Wrapping,
+    describe_degrees,
+    explain_context,
+    on_mesh,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -15,6 +24,11 @@ if TYPE_CHECKING:
 
 ANCHORS = (4, 16)
 """Numbers of shards that are traced, where several are asked about."""
+
+
+def explain_tensor_ranks(mesh: Mesh) -> str:
+    """Return what the ranks do that split layers between them; empty where none do."""
+    return "" if mesh.tp == 1 else f"; {mesh.tp} neighbouring GPUs split every layer between them"
 
 
 class FsdpStrategy(ParallelStrategy):
@@ -40,42 +54,57 @@ class FsdpStrategy(ParallelStrategy):
     def trace_parts(self, setting: Setting, direct: Collection[int]) -> list[Setting]:
         """Return two anchors, which give any number of shards; or that number itself."""
         shards = setting.mesh.dp_shard
-        numbers = (shards,) if shards in ANCHORS or shards in direct else ANCHORS
-        return [on_mesh(setting, Strategy.FSDP, Mesh(dp_shard=number)) for number in numbers]
+        is_direct = shards in ANCHORS or shards in direct or setting.mesh.cp > 1
+        numbers = (shards,) if is_direct else ANCHORS
+        mesh = setting.mesh.replace(dp_replicate=1)
+        return [on_mesh(setting, Strategy.FSDP, mesh.replace(dp_shard=number)) for number in numbers]
 
     def derivation(self, setting: Setting) -> Derivation:
         """Find the number of shards on the line through two anchors."""
         return Derivation.SHARD_LINE
 
     def weight_shares(self, mesh: Mesh) -> int | None:
-        """Return the number of shards."""
-        return mesh.dp_shard
+        """Return the number of shards of all parts of a layer together."""
+        return mesh.shards * mesh.tp
 
     def exposed_s(self, traffic: Traffic) -> float:
         """Return what is not hidden of gathering weights before each use and scattering gradients after.
 
-        Each runs while the block before it computes.
+        Each runs while the block before it computes. Ranks that hold shards of the same part of a layer are
+        as far apart as there are ranks that split layers; what those exchange is never hidden.
         """
         setting, links = traffic.setting, traffic.links
-        shards = setting.mesh.dp_shard
+        shards, tp = setting.mesh.shards, setting.mesh.tp
         gathers = [work for work in traffic.collectives() if "gather" in work.op]
         scatters = [work for work in traffic.collectives() if "scatter" in work.op]
-        gathered = sum(links.all_gather_s(work.read_bytes, shards) for work in gathers)
-        scattered = sum(links.reduce_scatter_s(work.read_bytes, shards) for work in scatters)
-        first = links.all_gather_s(max((work.read_bytes for work in gathers), default=0), shards)
+        gathered = sum(links.all_gather_s(work.read_bytes, shards, apart=tp) for work in gathers)
+        scattered = sum(links.reduce_scatter_s(work.read_bytes, shards, apart=tp) for work in scatters)
+        largest = max((work.read_bytes for work in gathers), default=0)
+        first = links.all_gather_s(largest, shards, apart=tp)
         passes = setting.accumulation
         forward = max(first, gathered / 2 - traffic.hidden_forward_s)
         backward = max(0.0, gathered / 2 + scattered - traffic.hidden_backward_s)
-        replicas = setting.mesh.dp_replicate
-        # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
-        shard_bytes = traffic.trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // shards
-        across = links.all_reduce_s(shard_bytes, replicas, apart=shards)
-        sharded = passes * (forward + backward) + max(0.0, across - traffic.hidden_backward_s)
-        return sharded + traffic.statistics_s()
+        last = backward
+        if setting.mesh.dp_replicate > 1:
+            # In the last backward pass copies of shards are summed while shards are gathered and scattered.
+            # Gathers and scatters are calls of one communicator, which runs them in turn.
+            own = [Call("reduce_scatter", work.read_bytes, shards, tp) for work in scatters]
+            own += [Call("all_gather", work.read_bytes, shards, tp) for work in gathers[: len(gathers) // 2]]
+            # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
+            shard_bytes = traffic.trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // (shards * tp)
+            copies = [Call("all_reduce", shard_bytes, setting.mesh.dp_replicate, shards * tp)]
+            last = max(backward, links.together_s([own, copies]) - traffic.hidden_backward_s)
+        sharded = passes * forward + (passes - 1) * backward + last
+        return sharded + traffic.within_layers_s() + traffic.statistics_s()
 
     def explain(self, mesh: Mesh) -> str:
         """Say what is cut, and in how many parts."""
-        return f"weights, gradients and optimizer state are cut in {mesh.dp_shard}"
+        shards = f"weights, gradients and optimizer state are cut in {mesh.shards}"
+        return shards + explain_context(mesh) + explain_tensor_ranks(mesh)
+
+    def describe(self, mesh: Mesh) -> str:
+        """Return its word, with the ranks that split sequences or layers: fsdp 8 x tp 8."""
+        return describe_degrees(self.word, mesh)
 
     def config_mesh(self, gpus: int, shards: int | None) -> Mesh:
         """Return shards over all devices."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.spec import Mesh, Strategy
-from trimtab.strategies.base import Refusal
-from trimtab.strategies.fsdp import FsdpStrategy
+from trimtab.strategies.base import Refusal, explain_context
+from trimtab.strategies.fsdp import FsdpStrategy, explain_tensor_ranks
 from trimtab.units import plural
 
 if TYPE_CHECKING:
@@ -40,11 +40,12 @@ class HsdpStrategy(FsdpStrategy):
 
     def traced_as(self, mesh: Mesh) -> tuple[Strategy, Mesh]:
         """Return two groups: two replicas stand for any number."""
-        return self.word, Mesh(dp_replicate=2, dp_shard=mesh.dp_shard)
+        return self.word, mesh.replace(dp_replicate=2)
 
     def explain(self, mesh: Mesh) -> str:
         """Say how large a group is, and how many there are."""
-        return f"cut in {mesh.dp_shard} within a node, copied {mesh.dp_replicate} times"
+        copies = f"cut in {mesh.shards} within a node, copied {mesh.dp_replicate} times"
+        return copies + explain_context(mesh) + explain_tensor_ranks(mesh)
 
     def config_mesh(self, gpus: int, shards: int | None) -> Mesh:
         """Return groups of the size that the config says; one group where it does not."""
@@ -53,7 +54,8 @@ class HsdpStrategy(FsdpStrategy):
 
     def config_form(self, setting: Setting) -> Setting:
         """Return plain sharding for one group of shards, and plain replicas for groups of one rank."""
-        if 1 not in {setting.mesh.dp_replicate, setting.mesh.dp_shard}:
+        mesh = setting.mesh
+        if 1 not in {mesh.dp_replicate, mesh.dp_shard} or (mesh.dp_replicate > 1 and mesh.tp > 1):
             return setting
         plain = Strategy.FSDP if setting.mesh.dp_replicate == 1 else Strategy.DDP
         return setting.replace(strategy=plain)

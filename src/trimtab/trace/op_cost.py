@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from trimtab.engine.context_parallel import ContextGroup
 from trimtab.engine.precision import dtype_name
 from trimtab.engine.sync_norm import SharedStatistics
 from trimtab.spec import Work
-from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED, STATISTICS
+from trimtab.spec.trace import BROADCAST, CONTEXT, PERMUTED, PROMOTED, STATISTICS, TENSOR_PARALLEL_OPS
 from trimtab.trace.data_dependent import RAGGED_ATTRIBUTE
 from trimtab.trace.fake_ops import PRODUCT_OPS, count_nonzeros, is_sparse, sparse_bytes
 from trimtab.trace.packed_attention import PACKED_OPS, describe_packed
@@ -135,7 +136,7 @@ def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
     rule = _RULES.get(name)
     if rule is not None:
         return rule(name, args, out)
-    if name.startswith(("c10d::", "_c10d_functional::")):
+    if name.startswith(("c10d::", *TENSOR_PARALLEL_OPS)):
         return _describe_collective(name, inputs, results)
     if name in PACKED_OPS:
         return describe_packed(func, name, args, kwargs)
@@ -436,8 +437,11 @@ def _describe_multi_tensor(
 
 def _describe_collective(name: str, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> Work:
     sizes = [count_bytes(tensor) for tensor in (*inputs, *results)]
+    prefix = f"{STATISTICS} " if SharedStatistics.in_collective else ""
+    if ContextGroup.method_in_flight is not None:
+        prefix = f"{CONTEXT} {ContextGroup.method_in_flight} "
     return Work(
-        op=f"{STATISTICS} {name}" if SharedStatistics.in_collective else name,
+        op=prefix + name,
         kind="collective",
         dtype=dtype_name(inputs[0].dtype) if inputs else "",
         read_bytes=max(sizes, default=0),

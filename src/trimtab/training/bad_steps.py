@@ -562,7 +562,9 @@ def find_bad_module(run: Run, window: Window) -> BadModule | None:
     Every rank makes the same number of passes.
     """
     # Micro-batches of weight 0 are left out: their loss may be any number.
-    parts = [part.batch for part in window.micro_batches(run.micro_batch) if float(run.weight_of(part.batch))]
+    parts = [part.batch for part in window.micro_batches(run.micro_batch)]
+    if run.groups.context_parallel == 1:
+        parts = [part for part in parts if float(run.weight_of(part))]
     most = max(gather_values(run.world, len(parts), everyone=True))
     batches = [run.on_device(part) for part in parts]
     passes: list[Callable[[], torch.Tensor | None]] = [

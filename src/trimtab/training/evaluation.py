@@ -95,12 +95,13 @@ def _sum_own_metrics(run: Run, dataset: Any) -> tuple[Metrics, float]:
     run.model.eval()
     try:
         with torch.no_grad(), run.quiet():
-            for batch in reader:
+            for whole_batch in reader:
+                batch = run.split_sequences(whole_batch)
                 batch_weight = float(run.weight_of(batch))
                 _add_metrics(totals, _evaluate_batch(run, batch), batch_weight)
                 weight += batch_weight
             for _ in range(count_passes(len(dataset), ranks, size) - len(reader)):
-                _add_metrics(totals, _evaluate_batch(run, collate([dataset[0]])), 0.0)
+                _add_metrics(totals, _evaluate_batch(run, run.split_sequences(collate([dataset[0]]))), 0.0)
     finally:
         for name, module in run.model.named_modules():
             module.training = modes[name]
@@ -131,9 +132,11 @@ def _evaluate_batch(run: Run, batch: Any) -> Metrics:
             return _compute_metrics(run, run.on_device(batch))
     except Exception as error:
         samples = samples_in(batch)
-        # Ranks with sharded weights run every pass together: one rank cannot split its batch alone.
+        # Ranks with shards of weights or parts of sequences run every pass together: no rank can split its
+        # batch alone.
         shares = strategy_of(run.setting).weight_shares(run.setting.mesh) or 1
-        if not is_out_of_memory(error) or samples < 2 or shares > 1:  # noqa: PLR2004 - halves
+        alone = shares == 1 and run.groups.context_parallel == 1
+        if not is_out_of_memory(error) or samples < 2 or not alone:  # noqa: PLR2004 - halves
             raise
     gc.collect()
     torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ Random augmentation is seeded by sample and epoch. It does not depend on ranks, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
 import random
@@ -226,6 +227,14 @@ class Window:
         starts = range(0, self.size, micro_batch)
         return [self.slice(start, min(start + micro_batch, self.size)) for start in starts]
 
+    def split_sequences(self, split: Callable[[Any], Any]) -> Window:
+        """Return the window with one rank's part of every sequence."""
+        collate = self.collate
+        if collate is not None:
+            return dataclasses.replace(self, collate=lambda items: split(collate(items)))
+        batch = split(self.batch)
+        return dataclasses.replace(self, batch=_map_batch(batch, _pin_tensor) if self.pin else batch)
+
     def filler(self) -> Any:
         """Return one sample of the global batch, for a rank that must take part without its own samples."""
         return self.slice(0, 1).batch if self.size else self._collate_filler()
@@ -275,6 +284,8 @@ class Loader:
     """Use pinned memory, which a GPU can copy from while it computes."""
     collate: Callable[[list[Any]], Any] | None = None
     """The job's collate function; None stacks the samples."""
+    split: Callable[[Any], Any] | None = None
+    """Returns this rank's part of the sequences of a batch; None if sequences are whole."""
     clock: Callable[[], float] = time.monotonic
     step: int = field(default=0, init=False)
     waited_s: float = field(default=0.0, init=False)
@@ -378,7 +389,7 @@ class Loader:
         batch, packed = fetched
         global_batch = self.order.batch(self.step)
         mine = self._rank_slice()(global_batch.indices)
-        return Window(
+        window = Window(
             step=self.step,
             epoch=global_batch.epoch,
             samples=len(global_batch.indices),
@@ -389,6 +400,7 @@ class Loader:
             collate=self.collate,
             pin=self.pin,
         )
+        return window if self.split is None else window.split_sequences(self.split)
 
 
 def build_sample_order(dataset: Any, global_batch: int, seed: int = 0) -> SampleOrder:

@@ -284,9 +284,10 @@ class TrainingLoop:
         self.saved_s = time.monotonic()
 
     def _seed_rank(self) -> None:
-        """Seed this rank's random numbers; ranks that split layers between them draw the same ones."""
-        tensor_group = self.world.rank // self.run.groups.tensor_parallel
-        torch.manual_seed(mix_seed(self.task.seed, tensor_group) % 2**63)
+        """Seed this rank's random numbers; ranks that see the same samples draw the same ones."""
+        groups = self.run.groups
+        same_samples = self.world.rank // (groups.tensor_parallel * groups.context_parallel)
+        torch.manual_seed(mix_seed(self.task.seed, same_samples) % 2**63)
 
     def _load_weights(self, folder: Path) -> None:
         """Start with the final weights of another run; optimizer and data start from the beginning."""

@@ -19,12 +19,13 @@ from trimtab.engine.build import (
     use_build_defaults,
 )
 from trimtab.engine.compile import CompileSwitch
+from trimtab.engine.context_parallel import refuse_context
 from trimtab.engine.in_backward import InBackwardGradients
 from trimtab.engine.in_backward_rules import refuse_in_backward
 from trimtab.engine.optimizer import ONLY, NamedOptimizer, choose_implementation, make_optimizers
 from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import torch_dtype
-from trimtab.engine.step import arrange_model, refuse_partial_model
+from trimtab.engine.step import arrange_model, make_meta_loss, refuse_partial_model
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import job_error
@@ -47,6 +48,7 @@ from trimtab.training.process_group import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.engine.context_parallel import ContextGroup
     from trimtab.engine.gradients import Gradients
     from trimtab.engine.sync_norm import SharedStatistics
     from trimtab.engine.update_phases import UpdatePhase
@@ -107,6 +109,8 @@ class PreparedRun:
     """This object and those of the other losses, in the order in which a step computes them."""
     statistics: SharedStatistics | None = None
     """Shared statistics of synchronised BatchNorm layers; None if there are none."""
+    context: ContextGroup | None = None
+    """Ranks that split sequences with this one; None if sequences are whole."""
 
 
 def check_world_size(setting: Setting, world: World) -> None:
@@ -148,6 +152,7 @@ def prepare(
     """Build or take the model, place and cast it, distribute it over ranks, compile it."""
     setting, groups = request.setting, request.groups
     refuse_partial_model(request.job, setting)
+    refuse_context(request.job, setting)
     refuse_in_backward(setting, request.job, request.clip)
     device = torch.device(request.world.device)
     sharded = strategy_of(setting).is_sharded
@@ -175,6 +180,7 @@ def prepare(
         fill=broadcast_tensor if several else None,
         reduced=lambda model: _list_reduced(model, groups, own_prefix()),
         mid_backward=on_gradient,
+        follow=make_meta_loss(request.job, setting),
     )
     buffers = [entry for entry, is_buffer in _list_tensors(model, groups, own_prefix()) if is_buffer]
     bounds = rank_slice_bounds(
@@ -220,6 +226,7 @@ def prepare(
         after_step=getattr(request.job, "after_step", None),
         pipe=None if stage is None else stage.pipe,
         statistics=arranged.statistics,
+        context=arranged.context,
     )
     prepared.losses += [prepared, *(replace(prepared, **other) for other in others)]
     return prepared
@@ -474,7 +481,7 @@ def _list_reduced(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mine = _is_inside(name, own)
-            entry = (groups.data_group, groups.data_parallel) if mine else (None, groups.size)
+            entry = (groups.data_group, groups.data_ranks) if mine else (None, groups.size)
             entries.append((parameter, *entry))
     return entries
 

@@ -368,7 +368,8 @@ class RankGroups:
     """The ranks with which this rank shares data and gradients.
 
     Ranks of the same branch, or of the same pipeline stage, have consecutive numbers, first branch or stage
-    first. Inside, ranks that split layers between them (tensor parallelism) are neighbours.
+    first. Inside, ranks that split layers between them (tensor parallelism) are neighbours, and ranks that
+    split sequences (context parallelism) are those of one layer apart.
     """
 
     size: int = 1
@@ -379,27 +380,43 @@ class RankGroups:
     stages: int = 1
     data_rank: int = 0
     data_parallel: int = 1
+    """Ranks, or groups of ranks that split sequences, with samples of their own."""
     data_group: Any = None
     """Process group of the same branch or stage, and the same part of every layer; None if that is all
-    ranks, or this rank alone."""
+    ranks, or this rank alone. Ranks that split sequences are in it: their losses and gradients add up."""
     first: int = 0
     """The first rank of that group."""
     tensor_rank: int = 0
     """Index of the part of every layer that this rank computes."""
     tensor_parallel: int = 1
     """Ranks that split every layer between them, and see the same data."""
+    context_rank: int = 0
+    """Index of the part of every sequence that this rank computes."""
+    context_parallel: int = 1
+    """Ranks that split every sequence between them, and see the same samples."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks in the data group."""
+        return self.data_parallel * self.context_parallel
 
     @property
     def is_data_alone(self) -> bool:
         """Whether no other rank has the same branch, stage and part of every layer."""
-        return self.data_parallel == 1
+        return self.data_ranks == 1
 
     @property
     def counts_samples(self) -> bool:
         """Whether this rank counts samples.
 
-        Branches, stages and the parts of a layer see the same samples, so only the first of them does.
+        Branches, stages and the parts of a layer or a sequence see the same samples, so only the first of
+        them does.
         """
+        return self.counts_weight and self.context_rank == 0
+
+    @property
+    def counts_weight(self) -> bool:
+        """Whether this rank counts weight: each part of a sequence has its own, such as its tokens."""
         return self.branch == 0 and self.stage == 0 and self.tensor_rank == 0
 
     @property
@@ -415,11 +432,12 @@ class RankGroups:
     @property
     def buffer_source(self) -> int:
         """The rank that broadcasts shared buffers: the first of the last stage, which uses all of them."""
-        return (self.stages - 1) * self.data_parallel * self.tensor_parallel
+        return (self.stages - 1) * self.data_ranks * self.tensor_parallel
 
     def stage_rank(self, stage: int) -> int:
         """Return the rank that computes another stage of the same samples."""
-        return (stage * self.data_parallel + self.data_rank) * self.tensor_parallel + self.tensor_rank
+        place = self.data_rank * self.context_parallel + self.context_rank
+        return (stage * self.data_ranks + place) * self.tensor_parallel + self.tensor_rank
 
 
 def make_groups(setting: Setting, world: World) -> RankGroups:
@@ -427,27 +445,36 @@ def make_groups(setting: Setting, world: World) -> RankGroups:
     mesh = setting.mesh
     ranks = mesh.branch_ranks if mesh.branch > 1 else (mesh.data_parallel,) * mesh.pp
     if len(ranks) == 1 and mesh.tp == 1:
-        return RankGroups(size=world.size, data_rank=world.rank, data_parallel=world.size)
+        return RankGroups(
+            size=world.size,
+            data_rank=world.rank // mesh.cp,
+            data_parallel=world.size // mesh.cp,
+            context_rank=world.rank % mesh.cp,
+            context_parallel=mesh.cp,
+        )
     own = RankGroups()
     first = 0
     for number, count in enumerate(ranks):
+        count_all = count * mesh.cp
         for tensor_rank in range(mesh.tp):
-            members = range(first + tensor_rank, first + count * mesh.tp, mesh.tp)
-            group = dist.new_group(list(members)) if count > 1 else None
+            members = range(first + tensor_rank, first + count_all * mesh.tp, mesh.tp)
+            group = dist.new_group(list(members)) if count_all > 1 else None
             if world.rank in members:
                 own = RankGroups(
                     size=world.size,
                     branch=number if mesh.branch > 1 else 0,
                     stage=number if mesh.pp > 1 else 0,
                     stages=mesh.pp,
-                    data_rank=members.index(world.rank),
+                    data_rank=members.index(world.rank) // mesh.cp,
                     data_parallel=count,
                     data_group=group,
                     first=members[0],
                     tensor_rank=tensor_rank,
                     tensor_parallel=mesh.tp,
+                    context_rank=members.index(world.rank) % mesh.cp,
+                    context_parallel=mesh.cp,
                 )
-        first += count * mesh.tp
+        first += count_all * mesh.tp
     return own
 
 

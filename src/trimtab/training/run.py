@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.engine.precision import set_tf32_flags
+from trimtab.engine.sequence_split import choose_part, split_batch
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load_job
@@ -89,6 +90,8 @@ class Run:
             process_group.connect(self.world, timeout_min=timeout_min, join_s=join_s)
         self.groups = make_groups(self.setting, self.world)
         self._stepper = Stepper(self.setting, self.world, self.groups, faults=faults, listen=listen)
+        if self.groups.context_parallel > 1:
+            self._stepper.split_sequences = self.split_sequences
         self.ahead = False
         """Whether over() has already run the passes of the next window."""
         self._was_restored = False
@@ -245,7 +248,14 @@ class Run:
             workers=self.setting.workers,
             pin=self.torch_device.type == "cuda",
             collate=getattr(self.job, "collate", None),
+            split=self._stepper.split_sequences,
         )
+
+    def split_sequences(self, batch: Any) -> Any:
+        """Return this rank's part of the sequences of a batch; the batch itself if sequences are whole."""
+        if self.groups.context_parallel == 1:
+            return batch
+        return split_batch(self.job, batch, choose_part(self.setting))
 
     # one optimizer step
 

@@ -19,6 +19,7 @@ from trimtab.engine.additive_loss import find_batch_norms
 from trimtab.engine.in_backward import InBackwardGradients
 from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
+from trimtab.engine.tensor_parallel import gather_loss
 from trimtab.errors import NothingFits, WrongUse
 from trimtab.jobs.job import has_embeddings
 from trimtab.jobs.load import job_error
@@ -113,6 +114,8 @@ class Stepper:
         """A sample with weight, of any rank, for passes of a rank whose own samples have none."""
         self._nothing_counts = False
         """Whether no rank has had a sample with weight yet."""
+        self.split_sequences: Callable[[Any], Any] | None = None
+        """Returns this rank's part of the sequences of a batch; None if sequences are whole."""
         self.cached_steps: CachedSteps | None = None
         """Runs the steps of a job with embed() and loss_of(); None for other jobs."""
         self._guards: list[SplitGuard] = []
@@ -363,6 +366,8 @@ class Stepper:
         """Run two passes of one sample with zero weight, to record the sequence of collectives."""
         self._rehearsing = True
         self._start_attempt(prepared)
+        if prepared.context is not None:
+            prepared.context.start_attempt([1, 1])
         for number in range(2):
             micro_batch = MicroBatch(
                 self, self._filler(prepared, window), samples=0, fraction=0.0, number=number, count=2
@@ -378,6 +383,8 @@ class Stepper:
                     cure="Use more recomputation, more devices, or devices with more memory.",
                 )
         prepared.gradients.finish_attempt(None, 2)
+        if prepared.context is not None:
+            prepared.context.finish_rehearsal(2)
         self._rehearsing = False
 
     def get_prepared(self) -> prepare_module.PreparedRun:
@@ -392,6 +399,8 @@ class Stepper:
         """Return the window of this step, and the weight of the whole global batch."""
         own = not isinstance(batch, Window)
         window = wrap_batch(batch, step=self.steps) if own else batch
+        if own and self.split_sequences is not None:
+            window = window.split_sequences(self.split_sequences)
         self._window = window
         if self.split_guard is not None:
             self.split_guard.check_first_window(prepared, window)
@@ -399,7 +408,7 @@ class Stepper:
         groups = self.groups
         unknown = own and groups.data_parallel > 1
         if prepared.weight is None and not unknown:
-            return window, window.samples
+            return window, window.samples * groups.context_parallel
         self._weighed = self._split_window(prepared, window)
         if prepared.gradients.equal_micro_batches:
             if self._counting_sample is None:
@@ -430,6 +439,9 @@ class Stepper:
         if weigh is None:
             return size, [(piece, piece.samples) for piece in pieces]
         weighed = [(piece, _weigh_batch(weigh, piece.batch)) for piece in pieces]
+        if prepared.context is not None:
+            # Another rank may have weight in the same sequences: all of their ranks run the same passes.
+            return size, weighed
         return size, [(piece, weight) for piece, weight in weighed if _has_weight(weight)]
 
     def _save_state(self, prepared: prepare_module.PreparedRun) -> None:
@@ -487,6 +499,8 @@ class Stepper:
             for number in range(len(micro_batches), count)
         ]
         prepared.regular = min(size, prepared.regular_share)
+        if prepared.context is not None:
+            prepared.context.start_attempt([micro_batch.samples or 1 for micro_batch in micro_batches])
         return micro_batches
 
     def _filler(self, prepared: prepare_module.PreparedRun, window: Window) -> Any:
@@ -525,6 +539,8 @@ class Stepper:
     def begin_forward(self, micro_batch: MicroBatch) -> None:
         """Prepare the forward pass of a micro-batch."""
         prepared = self.get_prepared()
+        if prepared.context is not None:
+            prepared.context.calls = 0
         prepared.gradients.prepare_micro_batch(micro_batch.number, micro_batch.count)
         self.count_statistics(prepared, micro_batch)
         if prepared.compiling is not None and prepared.compiling.is_enabled:
@@ -550,6 +566,9 @@ class Stepper:
     def backward(self, loss: Any, fraction: Any) -> None:
         """Run the backward pass of a micro-batch whose loss is this fraction of the step's loss."""
         check_loss(loss)
+        if (context := self.get_prepared().context) is not None:
+            context.check_called()
+        loss = gather_loss(loss)
         weighted = loss if isinstance(fraction, float) and fraction == 1.0 else loss * fraction
         if self.faults is not None and self.inject_fault("gradient") == "nan":
             weighted = weighted * float("nan")
@@ -712,7 +731,9 @@ class Stepper:
             self._loss = None
         scale = self.scale.value
         counts = self.groups.counts_samples
-        weight = self._weight if counts else 0.0
+        # Samples count once; tokens are counted by every rank that has a part of the sequences.
+        weighs = counts if prepared.weight is None else self.groups.counts_weight
+        weight = self._weight if weighs else 0.0
         own_status = StepStatus(
             failed=float(failed),
             fatal=float(self._fatal is not None),
@@ -936,7 +957,7 @@ def share_counting_sample(mine: Any, groups: RankGroups) -> Any:
     mine = None if mine is None else copy_batch(mine)
     if groups.is_data_alone:
         return mine
-    having: list[Any] = [None] * groups.data_parallel
+    having: list[Any] = [None] * groups.data_ranks
     dist.all_gather_object(having, mine is not None, group=groups.data_group)
     if all(having) or not any(having):
         return mine

@@ -236,9 +236,10 @@ def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -
 
 def _pick_mesh(rules: ParallelStrategy, procs: int, branches: int, pins: Mapping[str, Any]) -> Mesh:
     """Return the mesh of the pinned degrees, else the usual one; raise if there is none of them."""
-    usual = rules.mesh(procs, branches=branches)
+    inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp")}
+    usual = rules.mesh(procs, branches=branches, **inner)
     wrong = find_wrong_degree(pins, usual)
-    meshes = rules.meshes(procs, branches=branches) if wrong else iter((usual,))
+    meshes = rules.meshes_within(procs, branches=branches, **inner) if wrong else iter((usual,))
     mesh = next((mesh for mesh in meshes if not find_wrong_degree(pins, mesh)), None)
     if mesh is None:
         raise WrongUse(
