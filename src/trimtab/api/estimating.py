@@ -274,8 +274,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     Every rank takes one micro-batch; in a pipeline, and if branches have different numbers of ranks, as many
     as `global_batch` needs.
     """
-    from trimtab.engine.offload_rules import refuse_state_offload
-    from trimtab.engine.tensor_rules import refuse_tensor_split
     from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
@@ -333,10 +331,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         sync_batchnorm=sync_batchnorm,
         **_read_schedule(schedule, virtual_stages),
     )
-    # The tracer refuses it too, after it has loaded the job.
-    refuse_state_offload(setting)
-    _refuse_schedule(setting, rules)
-    refuse_tensor_split(setting)
+    _refuse_illegal(setting, rules)
     return setting
 
 
@@ -360,9 +355,15 @@ def _read_schedule(schedule: str, virtual_stages: int | None) -> dict[str, Any]:
     return fields
 
 
-def _refuse_schedule(setting: Setting, rules: ParallelStrategy) -> None:
-    """Raise if the strategy has no schedules, or the schedule cannot have so many micro-batches."""
+def _refuse_illegal(setting: Setting, rules: ParallelStrategy) -> None:
+    """Raise if the fields of a setting do not go together: offload, tensor parallelism, schedule."""
+    from trimtab.engine.offload_rules import refuse_state_offload
+    from trimtab.engine.tensor_rules import refuse_tensor_split
     from trimtab.errors import WrongUse
+
+    # The tracer refuses these too, after it has loaded the job.
+    refuse_state_offload(setting)
+    refuse_tensor_split(setting)
 
     if found := rules.explain_illegal(setting):
         raise WrongUse(
