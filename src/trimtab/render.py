@@ -925,6 +925,25 @@ def render_calibration(calibration: Calibration, file: Path) -> RenderableType:
     return Group(title, table, *left, Text(f" kept in {file}"))
 
 
+def render_links(calibration: Calibration, file: Path) -> RenderableType:
+    """Return latency and bandwidth of each measured collective."""
+    table = _make_table()
+    for name in ("", "ranks", "nodes", "latency", "bandwidth"):
+        table.add_column(name, justify="right" if name else "left", header_style="dim")
+    for times in calibration.collectives:
+        table.add_row(
+            f" {times.collective.replace('_', '-')}",
+            str(times.ranks),
+            str(times.nodes),
+            f"{times.latency_s * 1e6:.1f} us",
+            f"{times.bytes_per_s / 1e9:.3g} GB/s",
+        )
+    backend = calibration.collectives[0].backend if calibration.collectives else "nothing"
+    title = Text(f"{calibration.device}: links measured with {backend}", style="bold")
+    use = Text(f" for another machine's plans: --network {file}", style="dim")
+    return Group(title, table, Text(f" kept in {file}"), use)
+
+
 MOST_REJECTED = 10
 """Causes to list; the others are only counted."""
 

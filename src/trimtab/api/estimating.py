@@ -465,8 +465,67 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
 def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
     """Measure the GPU of this machine; return the calibration and the file that stores it."""
     from trimtab.calibration.measure import BUDGET_S, calibrate_in_child
-    from trimtab.predict.calibration import write_own_calibration
+    from trimtab.predict.calibration import read_own_calibration, write_own_calibration
 
     device = gpu_here("calibrate")
     found = calibrate_in_child(device.kind, budget_s=budget_s or BUDGET_S)
+    earlier = read_own_calibration(device)
+    if earlier is not None:
+        found = found.replace(collectives=earlier.collectives)
     return found, write_own_calibration(found)
+
+
+CPU = "CPU"
+"""Device of a calibration of links between CPU processes."""
+
+
+def calibrate_links(*, procs: int | None = None) -> tuple[Calibration, Path | None]:
+    """Measure collectives between processes; return them with the file that stores them.
+
+    Uses the processes that torchrun or srun started, else starts one for each GPU of this machine, or `procs`
+    processes on CPUs. Only the first process of a launcher stores the result; others return no file.
+    """
+    import os
+    from datetime import UTC, datetime
+
+    from trimtab.calibration import links
+    from trimtab.predict.calibration import read_own_calibration, write_own_calibration
+    from trimtab.spec import Calibration
+
+    devices = detect().devices
+    backend = "nccl" if devices else "gloo"
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    measured = (
+        links.measure_links_here(backend)
+        if launched
+        else links.measure_local_links(count_link_ends(len(devices), procs), backend)
+    )
+    earlier = read_own_calibration(devices[0]) if devices else None
+    found = (earlier or Calibration(device=devices[0].kind if devices else CPU)).replace(
+        collectives=tuple(measured), taken_on=datetime.now(UTC).date().isoformat()
+    )
+    if launched and os.environ["RANK"] != "0":
+        return found, None
+    return found, write_own_calibration(found)
+
+
+def count_link_ends(gpus: int, procs: int | None) -> int:
+    """Return how many processes to start; raise where there is no link to measure."""
+    from trimtab.errors import EnvironmentFault, WrongUse
+
+    given = "calibrate --links" + (f" --procs {procs}" if procs is not None else "")
+    if gpus == 1:
+        raise EnvironmentFault(
+            given,
+            found="this machine has one GPU, so there is no link to measure",
+            cure="Run it where there are several, or start it on every node with torchrun or srun.",
+        )
+    if not gpus and procs is None:
+        raise EnvironmentFault(
+            given,
+            found="this machine has no GPU that can be used",
+            cure="Run it on the machine with the GPUs; --procs 2 measures gloo between two CPU processes.",
+        )
+    if gpus and procs is not None and procs > gpus:
+        raise WrongUse(given, found=f"there are {gpus} GPUs", cure=f"Name 2 to {gpus}, or leave it out.")
+    return procs if procs is not None else gpus

@@ -263,7 +263,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     if pace is None or not trace.sequence or (cluster is None and not alone):
         return {}, []
     among = (
-        communication.find_links(cluster, setting.gpus)
+        communication.find_links(cluster, setting.gpus, calibration)
         if cluster is not None
         else communication.Links(1.0, 1.0, 1, 1)
     )
@@ -284,8 +284,8 @@ def _estimate_time(  # noqa: PLR0913 - as above
     notes += strategy_of(setting).time_assumptions
     if setting.mesh.cp > 1:
         notes.append(CONTEXT_NOTES[setting.cp_method])
-    if not alone:
-        notes.append("time: collectives by the bandwidth of the links, not measured")
+    if not alone and cluster is not None:
+        notes.append(communication.describe_collectives(cluster, calibration))
     if not (alone and pace.own) and (doubt := warn_high_mfu(mfu, usual)):
         notes.append(doubt)
     if cluster is not None and (network := communication.describe_network(cluster, setting.gpus)):

@@ -2,7 +2,7 @@
 
 from trimtab.spec.base import Noun
 from trimtab.spec.base_format import BaseFormat, BaseStorage
-from trimtab.spec.calibration import Calibration
+from trimtab.spec.calibration import Calibration, CollectiveTimes
 from trimtab.spec.estimate import Band, Estimate, Footprint, HostMemory, MfuReference, StepTime, Verdict
 from trimtab.spec.finding import Finding, Severity
 from trimtab.spec.hardware import (
@@ -83,6 +83,7 @@ __all__ = [
     "Calibration",
     "Candidate",
     "Cluster",
+    "CollectiveTimes",
     "Comparison",
     "ContextMethod",
     "Device",

@@ -115,7 +115,8 @@ Devices = Annotated[
 Network = Annotated[
     str | None,
     option(
-        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes); "
+        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes), "
+        "and options: 400Gb/gpu,latency=5us,rails=yes,oversubscription=2,nvlink=72; "
         "default: what such nodes usually have.",
         metavar="BANDWIDTH",
     ),

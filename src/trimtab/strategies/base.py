@@ -66,6 +66,18 @@ ALIKE = RankKind()
 """Where all ranks hold the same."""
 
 
+class Call(NamedTuple):
+    """Communication that runs at the same time as other communication."""
+
+    collective: str
+    """all_gather, reduce_scatter, all_reduce, all_to_all or send."""
+    size: int
+    ranks: int
+    apart: int = 1
+    repeats: int = 1
+    """How many of them follow each other."""
+
+
 class LinkCosts(Protocol):
     """What sending costs on the links of a cluster."""
 
@@ -83,6 +95,9 @@ class LinkCosts(Protocol):
 
     def send_s(self, size: int, apart: int) -> float:
         """Return the seconds until a rank has `size` bytes of the rank `apart` numbers away."""
+
+    def together_s(self, streams: Sequence[Sequence[Call]]) -> float:
+        """Return the seconds of streams that run at once and share links; calls of a stream run in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
