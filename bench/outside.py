@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE.parent / "src")]
 from trimtab.catalog.clusters import parse_cluster  # noqa: E402
 from trimtab.predict.calibration import find_speed  # noqa: E402
 from trimtab.predict.communication import find_links  # noqa: E402
-from trimtab.predict.layout import Layout, LayoutEstimator, Sharding  # noqa: E402
+from trimtab.predict.layout import DecoderLayout, LayoutEstimator, Sharding  # noqa: E402
 from trimtab.spec import DecoderShape  # noqa: E402
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def predict_row(row: dict[str, str]) -> Comparison:
     """Predict a row."""
     source = SOURCES[row["source"]]
     number = {key: int(row[key]) for key in row if key not in {"source", "model"} and row[key].isdigit()}
-    layout = Layout(
+    layout = DecoderLayout(
         micro_batch=number["micro_batch"],
         micro_batches=number["global_batch"] // (number["micro_batch"] * number["dp"]),
         sequence=number["sequence"],

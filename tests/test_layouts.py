@@ -20,7 +20,7 @@ from trimtab.jobs.decoder_shape import make_decoder_shape, read_decoder_shape
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.communication import find_links
 from trimtab.predict.decoder import RankShare, count_stored, list_block
-from trimtab.predict.layout import Layout, LayoutEstimator, Sharding
+from trimtab.predict.layout import DecoderLayout, LayoutEstimator, Sharding
 
 if TYPE_CHECKING:
     from trimtab.spec import DecoderShape
@@ -101,7 +101,7 @@ def test_sequence_parallelism_and_recomputation_store_less() -> None:
 
 def test_a_pipeline_with_more_micro_batches_idles_less() -> None:
     estimator = estimator_of("llama-70b", "8x8xH100")
-    layout = Layout(micro_batch=1, micro_batches=8, sequence=4096, tp=8, pp=8)
+    layout = DecoderLayout(micro_batch=1, micro_batches=8, sequence=4096, tp=8, pp=8)
     shares = []
     for rounds in (8, 16, 64):
         time = estimator.estimate_time(replace(layout, micro_batches=rounds))
@@ -113,7 +113,7 @@ def test_a_pipeline_with_more_micro_batches_idles_less() -> None:
 
 def test_interleaving_shortens_the_bubble_and_sends_more() -> None:
     estimator = estimator_of("llama-70b", "8x8xH100")
-    plain = Layout(micro_batch=1, micro_batches=16, sequence=4096, tp=8, pp=8)
+    plain = DecoderLayout(micro_batch=1, micro_batches=16, sequence=4096, tp=8, pp=8)
     times = [estimator.estimate_time(replace(plain, virtual_stages=parts)) for parts in (1, 2, 5)]
     assert times[1].bubble_s == pytest.approx(times[0].bubble_s / 2)
     assert times[2].send_s == pytest.approx(5 * times[0].send_s)
@@ -123,7 +123,7 @@ def test_interleaving_shortens_the_bubble_and_sends_more() -> None:
 
 def test_layers_that_do_not_divide_are_missing_on_the_first_and_the_last_stage() -> None:
     estimator = estimator_of("llama-405b", "16x8xH100")
-    layout = Layout(micro_batch=1, micro_batches=16, sequence=4096, tp=8, pp=16)
+    layout = DecoderLayout(micro_batch=1, micro_batches=16, sequence=4096, tp=8, pp=16)
     layers = [estimator.count_layers(layout, stage) for stage in range(16)]
     assert layers == [7, *[8] * 14, 7]
     assert [estimator.count_layers(replace(layout, pp=5), stage) for stage in range(5)] == [
@@ -138,7 +138,7 @@ def test_layers_that_do_not_divide_are_missing_on_the_first_and_the_last_stage()
 
 def test_sharded_weights_take_less_than_sharded_states() -> None:
     estimator = estimator_of("llama-8b", "8xH100")
-    layout = Layout(micro_batch=1, micro_batches=1, sequence=4096, dp_shard=8)
+    layout = DecoderLayout(micro_batch=1, micro_batches=1, sequence=4096, dp_shard=8)
     kept = {way: estimator.estimate_memory(replace(layout, sharding=way)) for way in Sharding}
     assert kept[Sharding.WEIGHTS].weights < kept[Sharding.OPTIMIZER].weights == kept[Sharding.NONE].weights
     assert kept[Sharding.OPTIMIZER].optimizer * 8 == pytest.approx(kept[Sharding.NONE].optimizer, rel=1e-6)
@@ -151,7 +151,7 @@ def test_sharded_weights_take_less_than_sharded_states() -> None:
 def outside() -> Any:
     sys.path.insert(0, str(ROOT / "bench"))
     try:
-        import outside
+        import outside  # type: ignore[import-not-found]
     finally:
         sys.path.remove(str(ROOT / "bench"))
     return outside
@@ -173,7 +173,7 @@ def test_predicted_steps_are_as_near_to_measured_ones_as_the_documentation_says(
             for each in comparisons
             if each.row["source"] == source and (int(each.row["gpus"]) > 8) is several_nodes
         ]
-        return sum(errors) / len(errors)
+        return float(sum(errors) / len(errors))
 
     assert mean_error("vTrain", several_nodes=False) < 0.095
     assert mean_error("vTrain", several_nodes=True) < 0.12

@@ -156,7 +156,7 @@ class _Describer:
         seconds = time.total_s
         peak = self.device.peaks.bf16
         parts = {name.removesuffix("_s"): getattr(time, name) for name in time._fields}
-        held = {name: getattr(memory, name) for name in memory._fields if name != "stage"}
+        kinds = {name: getattr(memory, name) for name in memory._fields if name != "stage"}
         return LayoutRow(
             dp_replicate=layout.dp_replicate,
             dp_shard=layout.dp_shard,
@@ -173,7 +173,7 @@ class _Describer:
             tokens_per_s_per_gpu=self.tokens / seconds / layout.gpus,
             mfu=self.flops / (seconds * layout.gpus * peak) if peak else None,
             memory_bytes=round(memory.total * ROOM) + self.context,
-            memory=held,
+            memory=kinds,
             fullest_stage=memory.stage,
         )
 

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.predict.layout import Layout, LayoutEstimator, LayoutMemory, LayoutTime, Sharding
+from trimtab.predict.layout import DecoderLayout, LayoutEstimator, LayoutMemory, LayoutTime, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ TRAINERS = {"torchtitan": Sharding.WEIGHTS, "megatron": Sharding.OPTIMIZER}
 class RankedLayout(NamedTuple):
     """A layout with its estimate."""
 
-    layout: Layout
+    layout: DecoderLayout
     time: LayoutTime
     memory: LayoutMemory
 
@@ -104,14 +104,14 @@ class LayoutSearch:
         """Return the fastest layout without tensor, context, pipeline and expert parallelism."""
         return next((each for each in self.found if _complexity(each.layout) == 0), None)
 
-    def _list_layouts(self) -> Iterator[Layout]:
+    def _list_layouts(self) -> Iterator[DecoderLayout]:
         question = self.question
         for tp, cp, pp in self._list_model_degrees():
             dp = question.gpus // (tp * cp * pp)
             if question.global_batch % dp:
                 self._rule_out("the global batch does not divide by the data-parallel ranks")
                 continue
-            base = Layout(
+            base = DecoderLayout(
                 micro_batch=1,
                 micro_batches=question.global_batch // dp,
                 sequence=question.sequence,
@@ -170,7 +170,7 @@ class LayoutSearch:
             elif self.question.allows(dp_shard=shards, dp_replicate=dp // shards):
                 yield shards
 
-    def _list_batches(self, spread: Layout) -> Iterator[Layout]:
+    def _list_batches(self, spread: DecoderLayout) -> Iterator[DecoderLayout]:
         own = spread.micro_batches
         micro_batch = 1
         while micro_batch <= min(own, MOST_MICRO_BATCH):
@@ -181,7 +181,7 @@ class LayoutSearch:
                         yield replace(batch, virtual_stages=virtual, full_recompute=full)
             micro_batch *= 2
 
-    def _list_virtual(self, layout: Layout) -> Iterator[int]:
+    def _list_virtual(self, layout: DecoderLayout) -> Iterator[int]:
         """Yield into how many parts the layers of a stage may be cut.
 
         The first and the last stage may have a layer less than the others, for the embedding and the head.
@@ -219,6 +219,6 @@ def _list_divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _complexity(layout: Layout) -> int:
+def _complexity(layout: DecoderLayout) -> int:
     """Return how many kinds of parallelism a layout has beside that over data."""
     return sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.ep))

@@ -47,7 +47,7 @@ class RankShare:
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
 
-class Pass(NamedTuple):
+class BlockPass(NamedTuple):
     """Operations of a forward and a backward pass."""
 
     forward: tuple[Work, ...]
@@ -97,15 +97,15 @@ class _Operations:
         )
 
 
-def list_linear(rows: int, columns: int, inner: int, make: _Operations, *, biased: bool = False) -> Pass:
+def list_linear(rows: int, columns: int, inner: int, make: _Operations, *, biased: bool = False) -> BlockPass:
     """Return a linear layer: backward, a product for the input's gradient and one for the weight's."""
     backward = [make.product(rows, inner, columns), make.product(columns, inner, rows)]
     if biased:
         backward.append(make.pointwise("aten::sum", rows * columns, columns, columns, kind="reduction"))
-    return Pass((make.product(rows, columns, inner, biased=biased),), tuple(backward))
+    return BlockPass((make.product(rows, columns, inner, biased=biased),), tuple(backward))
 
 
-def list_attention(shape: DecoderShape, share: RankShare) -> Pass:
+def list_attention(shape: DecoderShape, share: RankShare) -> BlockPass:
     """Return attention over the heads of a rank; with context parallelism, one kernel for each part of keys.
 
     With the causal mask halves of the scores are computed, evenly over the context-parallel ranks.
@@ -142,7 +142,7 @@ def list_attention(shape: DecoderShape, share: RankShare) -> Pass:
         # Results of the parts are put together in float32.
         numbers = batch * heads * queries * size
         merge = [make.pointwise("aten::add", 4 * numbers, 2 * numbers, size)] * (share.cp - 1)
-        return Pass((*works[0], *merge), (*works[1], *merge))
+        return BlockPass((*works[0], *merge), (*works[1], *merge))
     count = batch * heads
     scores = count * queries * share.sequence
     soft = make.pointwise("aten::_softmax", scores, scores, share.sequence, kind="reduction")
@@ -156,7 +156,7 @@ def list_attention(shape: DecoderShape, share: RankShare) -> Pass:
     query = make.products(count, queries, share.sequence, size)
     value = make.products(count, queries, size, share.sequence)
     copy = make.pointwise("aten::clone", count * queries * size, count * queries * size, size)
-    return Pass(
+    return BlockPass(
         (copy, query, soft, *drop, value, copy),
         (
             copy,
@@ -171,17 +171,17 @@ def list_attention(shape: DecoderShape, share: RankShare) -> Pass:
     )
 
 
-def list_norm(shape: DecoderShape, share: RankShare, make: _Operations) -> Pass:
+def list_norm(shape: DecoderShape, share: RankShare, make: _Operations) -> BlockPass:
     """Return a normalisation of hidden states."""
     numbers = share.own_tokens * shape.width
     kind, last = "reduction", shape.width
-    return Pass(
+    return BlockPass(
         (make.pointwise("aten::native_layer_norm", numbers, numbers, last, kind=kind),),
         (make.pointwise("aten::native_layer_norm_backward", 2 * numbers, numbers, last, kind=kind),),
     )
 
 
-def list_residual(shape: DecoderShape, share: RankShare, make: _Operations) -> Pass:
+def list_residual(shape: DecoderShape, share: RankShare, make: _Operations) -> BlockPass:
     """Return the addition to the residual stream, with dropout where the model has it."""
     numbers = share.own_tokens * shape.width
     forward = [make.pointwise("aten::add", 2 * numbers, numbers, shape.width)]
@@ -191,14 +191,14 @@ def list_residual(shape: DecoderShape, share: RankShare, make: _Operations) -> P
         backward.append(
             make.pointwise("aten::native_dropout_backward", numbers * 3 // 2, numbers, shape.width)
         )
-    return Pass(tuple(forward), tuple(backward))
+    return BlockPass(tuple(forward), tuple(backward))
 
 
-def list_feed_forward(shape: DecoderShape, share: RankShare, make: _Operations) -> Pass:
+def list_feed_forward(shape: DecoderShape, share: RankShare, make: _Operations) -> BlockPass:
     """Return the feed-forward part of a rank: dense, or its experts with the tokens that they get."""
     width, inner = shape.width, shape.feed_forward
     wide = 2 if shape.gated else 1
-    parts: list[Pass] = []
+    parts: list[BlockPass] = []
     if not shape.experts:
         parts += _list_dense(share.tokens, width, inner // share.tp, wide, make, biased=shape.biased)
     else:
@@ -216,24 +216,24 @@ def list_feed_forward(shape: DecoderShape, share: RankShare, make: _Operations) 
         each = max(1, rows // experts)
         moved = make.pointwise("aten::index", rows * width, rows * width, width, kind="gather")
         parts += [
-            Pass((moved,), (moved,)),
+            BlockPass((moved,), (moved,)),
             _list_grouped(experts, each, wide * hidden, width, make),
-            Pass(
+            BlockPass(
                 (make.pointwise("aten::mul", wide * rows * hidden, rows * hidden, hidden),),
                 (make.pointwise("aten::mul", 2 * wide * rows * hidden, wide * rows * hidden, hidden),),
             ),
             _list_grouped(experts, each, width, hidden, make),
-            Pass((moved,), (moved,)),
+            BlockPass((moved,), (moved,)),
         ]
     return _join(parts)
 
 
 def _list_dense(  # noqa: PLR0913 - sizes
     rows: int, width: int, hidden: int, wide: int, make: _Operations, *, biased: bool
-) -> list[Pass]:
+) -> list[BlockPass]:
     return [
         list_linear(rows, wide * hidden, width, make, biased=biased),
-        Pass(
+        BlockPass(
             (make.pointwise("aten::gelu", wide * rows * hidden, rows * hidden, hidden),),
             (
                 make.pointwise(
@@ -245,23 +245,23 @@ def _list_dense(  # noqa: PLR0913 - sizes
     ]
 
 
-def _list_grouped(count: int, rows: int, columns: int, inner: int, make: _Operations) -> Pass:
+def _list_grouped(count: int, rows: int, columns: int, inner: int, make: _Operations) -> BlockPass:
     op = "aten::_grouped_mm"
-    return Pass(
+    return BlockPass(
         (make.products(count, rows, columns, inner, op),),
         (make.products(count, rows, inner, columns, op), make.products(count, columns, inner, rows, op)),
     )
 
 
-def _join(parts: list[Pass]) -> Pass:
+def _join(parts: list[BlockPass]) -> BlockPass:
     """Return the passes one after the other; backward in the opposite order."""
-    return Pass(
+    return BlockPass(
         tuple(work for part in parts for work in part.forward),
         tuple(work for part in reversed(parts) for work in part.backward),
     )
 
 
-def list_block(shape: DecoderShape, share: RankShare) -> Pass:
+def list_block(shape: DecoderShape, share: RankShare) -> BlockPass:
     """Return the operations of one block on one rank."""
     make = _Operations(share.dtype)
     size = shape.head_size
@@ -280,23 +280,23 @@ def list_block(shape: DecoderShape, share: RankShare) -> Pass:
     )
 
 
-def list_embedding(shape: DecoderShape, share: RankShare) -> Pass:
+def list_embedding(shape: DecoderShape, share: RankShare) -> BlockPass:
     """Return the embedding of tokens on the first stage."""
     make = _Operations(share.dtype)
     numbers = share.tokens * shape.width
     table = shape.table_weights // share.tp
-    return Pass(
+    return BlockPass(
         (make.pointwise("aten::embedding", numbers, numbers, shape.width, kind="gather"),),
         (make.pointwise("aten::embedding_dense_backward", numbers, table, shape.width, kind="gather"),),
     )
 
 
-def list_head(shape: DecoderShape, share: RankShare) -> Pass:
+def list_head(shape: DecoderShape, share: RankShare) -> BlockPass:
     """Return the last norm, the head and the loss on the last stage."""
     make, plain = _Operations(share.dtype), _Operations("float32")
     columns = -(-shape.vocabulary // share.tp)
     scores = share.tokens * columns
-    loss = Pass(
+    loss = BlockPass(
         (
             make.pointwise("aten::_to_copy", 2 * scores, 2 * scores, columns),
             plain.pointwise("aten::_log_softmax", scores, scores, columns, kind="reduction"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.tables import collectives
 from trimtab.predict.decoder import (
-    Pass,
+    BlockPass,
     RankShare,
     count_stored,
     list_attention,
@@ -56,7 +56,7 @@ class Sharding(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class DecoderLayout:
     """How a decoder is spread over ranks, and how its step runs."""
 
     micro_batch: int
@@ -181,7 +181,7 @@ class LayoutEstimator:
 
     # memory
 
-    def count_weights(self, layout: Layout, stage: int) -> tuple[int, int, int]:
+    def count_weights(self, layout: DecoderLayout, stage: int) -> tuple[int, int, int]:
         """Return the weights of a rank before data-parallel sharding: dense ones, experts, and tables."""
         shape = self.shape
         blocks = self.count_layers(layout, stage)
@@ -192,22 +192,22 @@ class LayoutEstimator:
         ends = (stage == 0) + (stage == layout.pp - 1 and not (shape.tied and layout.pp == 1))
         return dense, experts, ends * shape.table_weights // layout.tp
 
-    def count_layers(self, layout: Layout, stage: int) -> int:
+    def count_layers(self, layout: DecoderLayout, stage: int) -> int:
         """Return the layers of a stage.
 
-        Where they do not divide, stages in the middle have one more: the first has the embedding, the last the
-        head. 126 layers on 16 stages are 7 on the first and the last, and 8 on each of the others.
+        Where they do not divide, stages in the middle have one more, because the first has the embedding and
+        the last the head: 126 layers on 16 stages are 7 on the first and the last, and 8 on the others.
         """
         each, more = divmod(self.shape.layers, layout.pp)
         return each + (1 <= stage <= more if more < layout.pp - 1 else stage < more)
 
-    def estimate_memory(self, layout: Layout) -> LayoutMemory:
+    def estimate_memory(self, layout: DecoderLayout) -> LayoutMemory:
         """Return the memory of the fullest rank, as torch allocates it."""
         # The first holds most micro-batches, the second may have a layer more, the last has the head.
         stages = {0, min(1, layout.pp - 1), layout.pp - 1}
         return max((self._stage_memory(layout, stage) for stage in stages), key=lambda found: found.total)
 
-    def _stage_memory(self, layout: Layout, stage: int) -> LayoutMemory:
+    def _stage_memory(self, layout: DecoderLayout, stage: int) -> LayoutMemory:
         dense, experts, tables = self.count_weights(layout, stage)
         own = dense + tables
         width, sums = DTYPE_BYTES[layout.dtype], DTYPE_BYTES[layout.gradients]
@@ -232,21 +232,21 @@ class LayoutEstimator:
         layers = self.count_layers(layout, stage)
         stored = count_stored(self.shape, share, full_recompute=layout.full_recompute) * width
         again = count_stored(self.shape, share, full_recompute=False) * width * layout.full_recompute
-        held = self._count_held(layout, stage)
+        in_flight = self._count_held(layout, stage)
         is_last = stage == layout.pp - 1
         scores = share.tokens * -(-self.shape.vocabulary // layout.tp) if is_last else 0
         return LayoutMemory(
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=int(held * layers * stored) + again,
+            activations=int(in_flight * layers * stored) + again,
             logits=LOGIT_BYTES * scores,
             working=working,
             stage=stage,
         )
 
     @staticmethod
-    def _count_held(layout: Layout, stage: int) -> float:
+    def _count_held(layout: DecoderLayout, stage: int) -> float:
         """Return how many micro-batches a stage stores at the same time; interleaving adds a part of one."""
         rounds = min(layout.pp - stage, layout.micro_batches)
         if layout.virtual_stages > 1:
@@ -265,7 +265,7 @@ class LayoutEstimator:
         filled = min(1.0, max(0.0, (products / busy - begin) / (full - begin))) if busy else 0.0
         return busy + products * facts.throttled * filled
 
-    def _pass_s(self, passed: Pass, *, recompute: bool) -> tuple[float, float]:
+    def _pass_s(self, passed: BlockPass, *, recompute: bool) -> tuple[float, float]:
         """Return the seconds of device and host for a forward and a backward pass."""
         forward, backward = self._device_s(passed.forward), self._device_s(passed.backward)
         launch = self.host.forward_s * len(passed.forward)
@@ -320,7 +320,7 @@ class LayoutEstimator:
         last = self._pass_s(list_head(self.shape, share), recompute=False)
         return PassTime(*first, summed), PassTime(*last, summed + losses)
 
-    def time_stages(self, layout: Layout) -> list[PassTime]:
+    def time_stages(self, layout: DecoderLayout) -> list[PassTime]:
         """Return the time of a micro-batch on each stage."""
         block = self._block_s(layout.share, recompute=layout.full_recompute)
         first, last = self._ends_s(layout.share)
@@ -332,7 +332,7 @@ class LayoutEstimator:
             passes.append(time.plus(last) if stage == layout.pp - 1 else time)
         return passes
 
-    def estimate_time(self, layout: Layout) -> LayoutTime:
+    def estimate_time(self, layout: DecoderLayout) -> LayoutTime:
         """Return the time of an optimizer step."""
         passes = self.time_stages(layout)
         rounds, stages = layout.micro_batches, layout.pp
@@ -354,7 +354,7 @@ class LayoutEstimator:
             update_s=self._update_s(self._count_updated(layout)),
         )
 
-    def _data_s(self, layout: Layout, slowest: PassTime) -> float:
+    def _data_s(self, layout: DecoderLayout, slowest: PassTime) -> float:
         """Return what is not hidden of sharing weights and summing gradients over data-parallel ranks."""
         links, ranks, apart = self.links, layout.dp_shard * layout.cp, layout.tp
         numbers = sum(self.count_weights(layout, 0))
@@ -377,14 +377,14 @@ class LayoutEstimator:
             hidden = slowest.total_s
         return max(0.0, seconds - hidden * collectives().overlapped) if layout.overlaps_data else seconds
 
-    def _tied_s(self, layout: Layout) -> float:
+    def _tied_s(self, layout: DecoderLayout) -> float:
         """Return the seconds of summing the gradients of a table that the first and the last stage have."""
         if layout.pp == 1 or not self.shape.tied:
             return 0.0
         size = self.shape.table_weights // layout.tp * DTYPE_BYTES[layout.gradients]
         return self.links.all_reduce_s(size, 2, apart=layout.gpus // layout.pp * (layout.pp - 1))
 
-    def _count_updated(self, layout: Layout) -> int:
+    def _count_updated(self, layout: DecoderLayout) -> int:
         dense, experts, tables = self.count_weights(layout, 0)
         return (dense + tables) // layout.shards + experts // max(1, layout.shards // layout.ep)
 
