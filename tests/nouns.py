@@ -331,9 +331,8 @@ WORDED = ("words", "reads", "near", "lacks", "rough")
 """Tables of a knob whose field has words."""
 def fit_decoder(values: dict[str, Any]) -> dict[str, Any]:
     """Let heads be a multiple of key/value heads, and tokens choose among the experts that there are."""
-    heads = values["key_value_heads"] * values["heads"]
-    chosen = min(values["experts"], max(1, values["experts_per_token"]))
-    return {**values, "heads": heads, "experts_per_token": chosen}
+    chosen = min(values.get("experts", 0), max(1, values.get("experts_per_token", 0)))
+    return {**values, "heads": values["key_value_heads"] * 4, "experts_per_token": chosen}
 
 
 FITTED: dict[str, Any] = {

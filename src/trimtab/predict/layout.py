@@ -302,7 +302,8 @@ class LayoutEstimator:
         shape = self.shape
         heads = max(1, shape.key_value_heads // share.tp)
         part = 2 * share.tokens * heads * shape.head_size * DTYPE_BYTES[share.dtype]
-        farthest = share.tp * (share.cp - 1)
+        # Ranks of half the ring away are in another node where the ring leaves its node.
+        farthest = share.tp * share.cp // 2
         attention = list_attention(shape, share)
         exposed = 0.0
         for works, times, size in ((attention.forward, forwards, part), (attention.backward, 1, 2 * part)):
