@@ -282,6 +282,88 @@ export NPROC_PER_NODE=2
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False
 """
 
+MEGATRON_BRIDGE = """\
+# overrides of a recipe
+model:
+  seq_length: 4096
+  num_layers: 80
+  hidden_size: 8192
+  ffn_hidden_size: 28672
+  num_attention_heads: 64
+  num_query_groups: 8
+  tensor_model_parallel_size: 8  # one node
+  pipeline_model_parallel_size: 4
+  virtual_pipeline_model_parallel_size: 5
+  context_parallel_size: 1
+  sequence_parallel: true
+train:
+  global_batch_size: 128
+  micro_batch_size: 1
+mixed_precision: bf16_mixed
+"""
+NEMO = """\
+trainer:
+  devices: 8  # GPUs of a node
+  num_nodes: 2
+  precision: bf16
+model:
+  micro_batch_size: 4
+  global_batch_size: 64
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 1
+  encoder_seq_length: 2048
+  num_layers: 24
+  hidden_size: 2048
+  ffn_hidden_size: 8192
+  num_attention_heads: 16
+  sequence_parallel: false
+"""
+MEGATRON_LM = """\
+#!/bin/bash
+# Mixture of experts
+GPUS_PER_NODE=8
+NNODES=4
+SEQ_LENGTH=4096
+MODEL_ARGS=(
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 14336
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --seq-length $SEQ_LENGTH
+    --num-experts 8
+    --moe-router-topk 2
+)
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 4  # --context-parallel-size 2
+    --expert-model-parallel-size 8
+    --sequence-parallel
+)
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} ${PARALLEL_ARGS[@]} --micro-batch-size 1 --global-batch-size 256 --bf16
+"""
+NANOTRON = """\
+model:
+  dtype: bfloat16
+  model_config:
+    hidden_size: 2048
+    intermediate_size: 11008
+    num_attention_heads: 16
+    num_hidden_layers: 28
+    num_key_value_heads: 2
+    vocab_size: 128256
+parallelism:
+  dp: 4
+  pp: 1
+  tp: 2  # within a node
+  tp_mode: REDUCE_SCATTER
+tokens:
+  batch_accumulation_per_replica: 1
+  micro_batch_size: 3
+  sequence_length: 4096
+"""
 SAMPLES = {
     "hydra-lightning": [("config.yaml", HYDRA)],
     "slm-config": [("config.py", SLM)],
@@ -299,6 +381,10 @@ SAMPLES = {
     "torchtune": [("recipe.yaml", TORCHTUNE)],
     "axolotl": [("axolotl.yaml", AXOLOTL)],
     "llama-factory": [("sft.yaml", LLAMA_FACTORY)],
+    "megatron-bridge": [("bridge.yaml", MEGATRON_BRIDGE)],
+    "nemo": [("nemo.yaml", NEMO)],
+    "megatron-lm": [("pretrain.sh", MEGATRON_LM)],
+    "nanotron": [("nanotron.yaml", NANOTRON)],
     "slurm": [("train.sbatch", SBATCH)],
     "environment": [("train.env", ENV)],
 }
@@ -326,6 +412,16 @@ batch_size: 1
     ),
     "axolotl": ("axolotl.yaml", "base_model: ./model\nmicro_batch_size: 1\n"),
     "llama-factory": ("sft.yaml", "model_name_or_path: ./model\nstage: sft\n"),
+    "megatron-bridge": (
+        "bridge.yaml",
+        "model:\n  tensor_model_parallel_size: 1\ntrain:\n  micro_batch_size: 1\n",
+    ),
+    "nemo": ("nemo.yaml", "trainer:\n  devices: 1\nmodel:\n  tensor_model_parallel_size: 1\n"),
+    "megatron-lm": ("run.sh", "torchrun pretrain_gpt.py --tensor-model-parallel-size 1\n"),
+    "nanotron": (
+        "nanotron.yaml",
+        "parallelism: {dp: 1, tp: 1, pp: 1}\ntokens:\n  micro_batch_size: 1\n",
+    ),
     "slurm": (
         "train.sbatch",
         "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=1\nsrun python train.py\n",
@@ -579,6 +675,64 @@ deepspeed: zero2.json
 torch_compile: true
 torch_compile_mode: max-autotune
 optim: adafactor
+""",
+    ),
+    "megatron-bridge": (
+        "bridge.yaml",
+        """\
+model:
+  tensor_model_parallel_size: 3
+  pipeline_model_parallel_size: 5
+  context_parallel_size: 2
+  expert_model_parallel_size: 7
+  virtual_pipeline_model_parallel_size: 3
+  seq_length: 77
+train:
+  micro_batch_size: 3
+  global_batch_size: 45
+mixed_precision: 16-mixed
+""",
+    ),
+    "nemo": (
+        "nemo.yaml",
+        """\
+trainer:
+  devices: 3
+  num_nodes: 3
+  precision: 16
+model:
+  micro_batch_size: 3
+  global_batch_size: 45
+  tensor_model_parallel_size: 3
+  pipeline_model_parallel_size: 3
+  encoder_seq_length: 77
+""",
+    ),
+    "megatron-lm": (
+        "run.sh",
+        """\
+GPUS_PER_NODE=3
+NNODES=3
+torchrun pretrain_gpt.py --tensor-model-parallel-size 3 --pipeline-model-parallel-size 3 \\
+    --micro-batch-size 3 --global-batch-size 45 --seq-length 77 --fp16
+""",
+    ),
+    "nanotron": (
+        "nanotron.yaml",
+        """\
+model:
+  dtype: float16
+parallelism:
+  dp: 3
+  tp: 3
+  pp: 3
+  expert_parallel_size: 3
+  context_parallel_size: 3
+  recompute_layer: true
+tokens:
+  micro_batch_size: 3
+  batch_accumulation_per_replica: 5
+  sequence_length: 77
 """,
     ),
     "slurm": (

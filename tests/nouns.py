@@ -297,8 +297,12 @@ def fit_setting(values: dict[str, Any]) -> dict[str, Any]:
             "accumulation": max(share.accumulation for share in shares),
             "global_batch": sum(share.samples for share in shares),
         }
-        return {**values, **batch, "strategy": spec.Strategy.DDP, "mesh": spec.Mesh(dp_replicate=len(shares))}
+        plain = {"schedule": spec.Schedule.ONE_F_ONE_B, "virtual_stages": 1}
+        mesh = spec.Mesh(dp_replicate=len(shares))
+        return {**values, **batch, **plain, "strategy": spec.Strategy.DDP, "mesh": mesh}
     mesh = spec.Mesh() if values["strategy"] is spec.Strategy.SINGLE else values["mesh"]
+    looped = values.get("schedule") is spec.Schedule.INTERLEAVED
+    values = {**values, "virtual_stages": 2 if looped else 1}
     whole = values["micro_batch"] * values["accumulation"] * mesh.data_parallel
     # The last micro-batch may be smaller.
     less = values["global_batch"] % (values["micro_batch"] * mesh.data_parallel)
@@ -338,6 +342,7 @@ FITTED: dict[str, Any] = {
     "Link": fit_link,
     "Measurement": ordered("allocated_bytes", "reserved_bytes"),
     "MfuReference": ordered("low", "high"),
+    "PipelineEstimate": lambda values: {**values, "layers": (2,) * 4, "held_micro_batches": (2.0, 1.0)},
     "Resources": fit_resources,
     "Node": fit_node,
     "Scheduler": fit_scheduler,

@@ -81,6 +81,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "mesh": Mesh(dp_replicate=2),
         "accumulation": 1,
     },
+    "schedule": {"schedule": "zero-bubble"},
+    "virtual_stages": {"schedule": "interleaved-1f1b", "virtual_stages": 2},
     "shares": {"shares": (Share(samples=8, micro_batch=4, accumulation=2),)},
 }
 

@@ -169,6 +169,37 @@ def test_a_network_that_cannot_be_meant_is_refused_in_three_parts(text: str, fou
     assert "400Gb/gpu" in caught.value.cure
 
 
+def test_a_network_is_stated_with_latency_rails_and_oversubscription() -> None:
+    text = "400Gb/gpu,latency=5us,rails=no,oversubscription=2:1,nvlink=16"
+    (link,) = [link for link in trimtab.cluster("2x8xH100", network=text).links if link.node is None]
+    assert (link.bandwidth_bytes_per_s, link.latency_s, link.rails) == (50e9, 5e-6, False)
+    assert (link.oversubscription, link.nvlink_domain) == (2, 16)
+    assert link.source == f"stated: --network {text}"
+    # A stated bandwidth leaves what is known of NVLink.
+    (link,) = [link for link in trimtab.cluster("36x4xGB200", network="400Gb/gpu").links if link.node is None]
+    assert (link.nvlink_domain, link.latency_s, link.rails) == (72, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("400Gb/gpu,latency=5", "latency=5 is not a time"),
+        ("400Gb/gpu,latency=5s", "latency=5s is not a time"),
+        ("400Gb/gpu,rails=maybe", "rails=maybe is neither yes nor no"),
+        ("400Gb/gpu,oversubscription=0.5", "oversubscription=0.5 is not a number from 1 to 100"),
+        ("400Gb/gpu,nvlink=1", "nvlink=1 is not a number of GPUs"),
+        ("400Gb/gpu,delay=5us", "delay=5us is none of latency, rails, oversubscription, nvlink"),
+        ("400Gb/gpu,", "an empty option is none of"),
+        ("400Gb/gpu,rails=yes,rails=no", "it states rails twice"),
+    ],
+)
+def test_a_wrong_option_of_a_network_is_refused_with_the_right_form(text: str, found: str) -> None:
+    with pytest.raises(WrongUse) as caught:
+        trimtab.cluster("2x8xH100", network=text)
+    assert found in caught.value.found
+    assert "latency=5us" in caught.value.cure
+
+
 def test_one_node_has_no_use_for_a_network_and_says_so() -> None:
     cluster = trimtab.cluster("8xH100", network="400Gb/gpu")
     assert cluster.links == parse_cluster("8xH100").links

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from itertools import product
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -17,8 +21,21 @@ from trimtab.engine import context_parallel as context
 from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.sequence_split import SequencePart, check_heads, check_length, split_batch
 from trimtab.errors import WrongUse
-from trimtab.spec import ContextMethod, IncidentKind, LossForm, Mesh, Recompute, Setting, Strategy
+from trimtab.predict.step_time import exposed_context_s
+from trimtab.spec import (
+    ContextMethod,
+    IncidentKind,
+    LossForm,
+    Mesh,
+    Recompute,
+    Setting,
+    Strategy,
+    Work,
+    Workload,
+)
+from trimtab.spec.trace import CONTEXT
 from trimtab.training.run import Run
+from trimtab.training.task import build_cpu_setting, divide_setting
 from worlds import Drill, everywhere, free_port, together, world_of
 
 if TYPE_CHECKING:
@@ -443,3 +460,111 @@ def test_a_rank_without_memory_does_not_stop_the_others(
     for losses, weights, _ in found:
         assert measure_gap((losses, weights), trained_alone[name]) < TOLERANCE
     assert {incident.kind for _, _, seen in found for incident in seen} == {IncidentKind.OUT_OF_MEMORY}
+
+
+# ------------------------------------------------------------------------ plans and predictions
+
+
+def make_work(op: str, kind: str = "matrix", size: int = 0) -> Work:
+    return Work(op=op, kind=kind, dtype="bfloat16", read_bytes=size)
+
+
+class OneSecond:
+    """A pace at which every operation takes one second."""
+
+    def seconds(self, _: Work) -> float:
+        return 1.0
+
+
+class SlowLinks:
+    """Links over which a send takes as many seconds as it has bytes."""
+
+    def send_s(self, size: int, apart: int) -> float:
+        del apart
+        return float(size)
+
+    def all_to_all_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
+        del ranks, apart
+        return float(size)
+
+
+@pytest.mark.parametrize(
+    ("size", "method", "computed", "waited"),
+    [
+        (1, "ring", 2, 0.0),
+        (5, "ring", 2, 3.0),
+        (5, "all-to-all", 0, 5.0),
+    ],
+)
+def test_what_is_sent_while_a_block_is_computed_is_hidden(
+    size: int, method: str, computed: int, waited: float
+) -> None:
+    send = make_work(f"{CONTEXT} {method} _c10d_functional::all_to_all_single", "collective", size)
+    wait = make_work(f"{CONTEXT} {method} _c10d_functional::wait_tensor", "collective", size)
+    block = make_work("aten::mm")
+    works: Any = (send, *[block] * computed, wait)
+    trace: Any = SimpleNamespace(works=works, sequence=range(len(works)))
+    setting = make_setting(Strategy.FSDP, cp=2)
+    fast: Any = OneSecond()
+    slow: Any = SlowLinks()
+    assert exposed_context_s(trace, setting, slow, fast) == waited
+    assert not exposed_context_s(trace, make_setting(Strategy.FSDP, dp_shard=2), slow, fast)
+
+
+def test_sends_of_a_group_follow_one_another() -> None:
+    send = make_work(f"{CONTEXT} ring _c10d_functional::all_to_all_single", "collective", 2)
+    wait = make_work(f"{CONTEXT} ring _c10d_functional::wait_tensor", "collective", 2)
+    works: Any = (send, send, make_work("aten::mm"), wait, wait)
+    trace: Any = SimpleNamespace(works=works, sequence=range(len(works)))
+    links: Any = SlowLinks()
+    pace: Any = OneSecond()
+    assert exposed_context_s(trace, make_setting(Strategy.DDP, cp=2), links, pace) == 3.0
+
+
+def test_pins_give_a_mesh_of_processes_that_split_sequences() -> None:
+    workload = Workload(name="x", global_batch=8)
+    setting = build_cpu_setting(workload, 4, {"cp": 2})
+    assert (setting.strategy, setting.mesh) == (Strategy.DDP, Mesh(dp_replicate=2, cp=2))
+    assert (setting.micro_batch, setting.data_parallel) == (4, 2)
+    pins = {"cp": 4, "strategy": "fsdp", "cp_method": "all-to-all"}
+    setting = build_cpu_setting(workload, 4, pins)
+    assert setting.mesh == Mesh(cp=4)
+    assert setting.mesh.shards == 4
+    assert setting.cp_method is ContextMethod.ALL_TO_ALL
+    with pytest.raises(WrongUse, match="do not divide by 3"):
+        build_cpu_setting(workload, 4, {"cp": 3})
+    with pytest.raises(WrongUse, match="does not compile"):
+        build_cpu_setting(workload, 4, {"cp": 2, "compile": True})
+    with pytest.raises(WrongUse, match="do not split sequences"):
+        build_cpu_setting(workload, 4, {"cp": 2, "strategy": "pipeline"})
+
+
+def test_fewer_processes_keep_sequences_split_if_they_can() -> None:
+    setting = make_setting(Strategy.FSDP, cp=2, dp_shard=2)
+    assert divide_setting(setting, 2)[0].mesh == Mesh(cp=2)
+    assert divide_setting(setting, 3)[0].mesh == Mesh(dp_shard=3)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_whole_sequences_and_with_split_ones(tmp_path: Path) -> None:
+    def train(folder: str, procs: int, steps: int, *pins: str) -> list[float]:
+        command = ["train", "slm:tiny", "--procs", str(procs), "--steps", str(steps), "--json"]
+        command += ["--out", str(tmp_path / folder)]
+        for pin in pins:
+            command += ["--pin", pin]
+        done = subprocess.run(
+            [sys.executable, "-m", "trimtab", *command],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=200,
+        )
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return [line["loss"] for line in lines if "loss" in line and "step" in line]
+
+    whole = train("whole", 1, 6)
+    first = train("split", 2, 2, "cp=2", "strategy=fsdp")
+    second = train("split", 2, 4, "strategy=ddp")
+    third = train("split", 2, 6, "cp=2", "cp_method=all-to-all")
+    assert [*first, *second, *third] == pytest.approx(whole, rel=1e-4)

@@ -12,6 +12,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import trimtab
+from config_samples import SAMPLES
+from trimtab.cli.main import main_code
+from trimtab.configs import formats
+from trimtab.configs.degrees import lint_config
+from trimtab.configs.interpret import interpret_config
+from trimtab.configs.plan_edits import draft_edits
+from trimtab.configs.targets import builtin_targets, find_site
 from trimtab.errors import WrongUse
 from trimtab.jobs.model_sizes import ModelSizes, read_folder_sizes, read_job_sizes, read_model_sizes
 from trimtab.planner.degrees import (
@@ -25,11 +32,30 @@ from trimtab.planner.degrees import (
 )
 from trimtab.planner.pins import check_degree_pins, read_pins
 from trimtab.probe.detect import as_cluster
-from trimtab.spec import Cluster, Node
+from trimtab.spec import (
+    Band,
+    Cluster,
+    Estimate,
+    Footprint,
+    Mesh,
+    Node,
+    Plan,
+    Precision,
+    RankPlacement,
+    Setting,
+    Strategy,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+ESTIMATE = Estimate(
+    allocated_bytes=1,
+    reserved_bytes=1,
+    process_bytes=1,
+    parts=Footprint(),
+    band=Band(low_bytes=1, high_bytes=1),
+)
 LLAMA_8B = ModelSizes(
     layers=32, heads=32, kv_heads=8, hidden=4096, intermediate=14336, vocab=128256, experts=0, seq=8192
 )
@@ -359,3 +385,200 @@ def test_a_plan_has_the_pinned_stages() -> None:
     assert (plan.choice.mesh.pp, plan.choice.strategy) == (2, "pipeline")
     with pytest.raises(WrongUse, match=r"no setting agrees with that: .*the pin dp_shard=3"):
         trimtab.plan("bridge:tiny", "4xA100-40GB", pins={"dp_shard": 3, "gpus": 4})
+
+
+# --- configs
+
+
+def lint_text(text: str, file: str, *, on: str | None = None) -> list[tuple[str, str, str]]:
+    """Return severity, rule and sentence of what `show` finds in a config."""
+    document = formats.read_config(text, file)
+    site = find_site(document, builtin_targets(), origin=file)
+    shape = describe_cluster(as_cluster(on)) if on else ClusterShape()
+    reading = interpret_config(site, document.entries(), gpus=shape.gpus)
+    found = lint_config(site, document.entries(), reading, ModelSizes(), shape)
+    return [(finding.severity.value, finding.rule, finding.sentence()) for finding in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "rule", "said"),
+    [
+        ("megatron-bridge", {}, "", ""),
+        ("nemo", {}, "", ""),
+        ("megatron-lm", {}, "", ""),
+        ("nanotron", {}, "", ""),
+        (
+            "megatron-bridge",
+            {"tensor_model_parallel_size: 8": "tensor_model_parallel_size: 6"},
+            "widths",
+            r"model\.tensor_model_parallel_size=6: 6 ranks cannot share 64 attention heads.*Use 4 or 8\.",
+        ),
+        (
+            "megatron-bridge",
+            {"virtual_pipeline_model_parallel_size: 5": "virtual_pipeline_model_parallel_size: 3"},
+            "layers",
+            "80 layers do not divide by 12 stages",
+        ),
+        ("nemo", {"num_nodes: 2": "num_nodes: 3", "size: 2": "size: 16"}, "product", "do not divide 24 GPUs"),
+        ("nemo", {"global_batch_size: 64": "global_batch_size: 30"}, "batch", "Use 32|Use 0 or 32"),
+        (
+            "megatron-lm",
+            {"--expert-model-parallel-size 8": "--expert-model-parallel-size 3"},
+            "experts",
+            r"args\.expert-model-parallel-size=3: .*8 experts a layer.*Use 2 or 4\.",
+        ),
+        (
+            "megatron-lm",
+            {"--pipeline-model-parallel-size 4": "--pipeline-model-parallel-size 0"},
+            "minimum",
+            "pipeline-model-parallel-size=0: a degree is a whole number from 1 up",
+        ),
+        ("megatron-lm", {"SEQ_LENGTH=4096": "SEQ_LENGTH=4095", "size 1\n": "size 2\n"}, "sequence", "4,095"),
+        ("nanotron", {"tp: 2": "tp: 4"}, "widths", r"2 KV heads evenly\. Use 2\."),
+        ("nanotron", {"tp: 2": "tp: two"}, "minimum", r"parallelism\.tp=two"),
+        ("nanotron", {"tp: 2": "tp: -2"}, "minimum", r"parallelism\.tp=-2"),
+    ],
+)
+def test_show_names_illegal_degrees_of_a_config(
+    name: str, changes: dict[str, str], rule: str, said: str
+) -> None:
+    file, text = SAMPLES[name][0]
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    found = lint_text(text, file)
+    if not rule:
+        assert found == []
+        return
+    texts = [sentence for _, name_of_rule, sentence in found if name_of_rule == rule]
+    assert texts, found
+    assert re.search(said, texts[0]), texts
+
+
+TITAN = """\
+[model]
+name = "llama3"
+flavor = "405B"
+[training]
+local_batch_size = 2
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+pipeline_parallel_degree = 1
+context_parallel_degree = 1
+"""
+
+
+def test_the_sizes_of_a_model_that_torchtitan_names_are_known() -> None:
+    assert lint_text(TITAN, "a.toml", on="16x8xH100") == []
+    wrong = TITAN.replace("tensor_parallel_degree = 8", "tensor_parallel_degree = 16")
+    wrong = wrong.replace("pipeline_parallel_degree = 1", "pipeline_parallel_degree = 4")
+    found = lint_text(wrong, "a.toml", on="16x8xH100")
+    assert [rule for _, rule, _ in found] == ["widths", "tp-across-nodes", "layers", "bubble"]
+    assert "126 layers do not divide by 4 stages: 2 get 32 and 2 get 31. Use 3 or 6." in found[2][2]
+    looped = wrong.replace("[parallelism]", '[parallelism]\npipeline_parallel_schedule = "Interleaved1F1B"')
+    assert "8 stages" in lint_text(looped, "a.toml", on="16x8xH100")[2][2]
+    contradicting = TITAN.replace("shard_degree = -1", "shard_degree = 3")
+    assert (
+        "Use parallelism.data_parallel_shard_degree=16."
+        in lint_text(contradicting, "a.toml", on="16x8xH100")[0][2]
+    )
+    unknown = TITAN.replace("405B", "unknown").replace("parallel_degree = 8", "parallel_degree = 3")
+    assert [rule for _, rule, _ in lint_text(unknown, "a.toml")] == ["sequence"]
+
+
+def test_degrees_of_accelerate_and_deepspeed() -> None:
+    accelerate = "distributed_type: FSDP\nnum_processes: 8\nparallelism_config:\n"
+    accelerate += "  parallelism_config_dp_shard_size: 2\n  parallelism_config_{}_size: {}\n"
+    assert lint_text(accelerate.format("tp", 4), "a.yaml") == []
+    assert [rule for _, rule, _ in lint_text(accelerate.format("tp", 3), "a.yaml")][:1] == ["product"]
+    assert [rule for _, rule, _ in lint_text(accelerate.format("sp", 3), "a.yaml")] == ["product"]
+    text = '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, '
+    text += '"tensor_parallel": {"autotp_size": %s}}'
+    assert lint_text(text % 8, "ds.json", on="8xH100") == []
+    assert lint_text(text % 0, "ds.json", on="8xH100") == []
+    assert [rule for _, rule, _ in lint_text(text % 3, "ds.json", on="8xH100")][:1] == ["product"]
+
+
+def test_a_config_without_degrees_has_no_findings() -> None:
+    assert lint_text("per_device_train_batch_size: 3\n", "args.yaml") == []
+
+
+def test_show_prints_findings_and_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = TITAN.replace("tensor_parallel_degree = 8", "tensor_parallel_degree = 16")
+    (tmp_path / "train.toml").write_text(wrong, encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["trimtab", "show", "train.toml", "--on", "16x8xH100"])
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main_code() == 2
+    out = capsys.readouterr().out
+    assert "error: parallelism.tensor_parallel_degree=16: 16 ranks cannot share 8 KV heads" in out
+    display = trimtab.show("train.toml", "16x8xH100")
+    assert [finding.rule for finding in display.degrees] == ["widths", "tp-across-nodes"]
+
+
+# --- plans into configs
+
+
+def apply_mesh(mesh: Mesh, text: str, file: str, nodes: int = 1) -> tuple[str, list[str]]:
+    """Return a config with a plan for a mesh, and what was said."""
+    choice = Setting(
+        strategy=Strategy.FSDP,
+        mesh=mesh,
+        micro_batch=2,
+        accumulation=4,
+        global_batch=8 * mesh.data_parallel,
+        precision=Precision.BF16,
+    )
+    places = tuple(
+        RankPlacement(node=rank * nodes // mesh.size, node_name="n", device=rank, name="H100")
+        for rank in range(mesh.size)
+    )
+    plan = Plan(job="job.py:Mine", choice=choice, estimate=ESTIMATE, places=places)
+    document = formats.read_config(text, file)
+    site = find_site(document, builtin_targets(), origin=file)
+    draft = draft_edits(site, document, plan, file=file)
+    return document.edit({edit.path: edit.after for edit in draft.edits}, add=True), draft.texts()
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("torchtitan", ["tensor_parallel_degree = 8"]),
+        ("megatron-bridge", ["tensor_model_parallel_size: 8", "global_batch_size: 32"]),
+        ("nemo", ["tensor_model_parallel_size: 8", "devices: 8", "num_nodes: 4"]),
+        ("megatron-lm", ["--tensor-model-parallel-size 8", "NNODES=4", "--pipeline-model-parallel-size 1"]),
+        ("nanotron", ["  tp: 8", "  dp: 4", "batch_accumulation_per_replica: 4"]),
+        ("deepspeed", ['"autotp_size": 8']),
+    ],
+)
+def test_the_degrees_of_a_plan_are_written(name: str, lines: list[str]) -> None:
+    file, text = SAMPLES[name][0]
+    after, _ = apply_mesh(Mesh(dp_shard=4, tp=8), text, file, nodes=4)
+    for line in lines:
+        assert line in after, after
+    again, _ = apply_mesh(Mesh(dp_shard=4, tp=8), after, file, nodes=4)
+    assert again == after
+
+
+def test_accelerate_gets_all_sizes_of_its_mesh() -> None:
+    """Accelerate takes 1 for a size that is missing, and refuses a mesh that is not its processes."""
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n"
+    after, _ = apply_mesh(Mesh(dp_shard=4, tp=2), text, "a.yaml")
+    assert "parallelism_config_tp_size: 2" in after
+    assert "parallelism_config_dp_shard_size: 4" in after
+
+
+def test_a_target_without_a_key_for_a_degree_refuses_the_plan() -> None:
+    with pytest.raises(WrongUse, match=r"splits layers over tp=8, and transformers has no key.*--pin tp=1"):
+        apply_mesh(Mesh(dp_shard=4, tp=8), "per_device_train_batch_size: 3\n", "args.yaml", nodes=4)
+
+
+def test_slurm_headers_keep_a_tensor_group_in_a_node() -> None:
+    text = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=4\nsrun python train.py\n"
+    after, _ = apply_mesh(Mesh(dp_shard=4, tp=8), text, "train.sbatch", nodes=4)
+    assert "#SBATCH --nodes=4" in after
+    assert "#SBATCH --gpus-per-node=8" in after

@@ -20,9 +20,9 @@ from trimtab.planner import decision
 from trimtab.planner.decision import PlanQuestion
 from trimtab.planner.space import build_space
 from trimtab.predict.communication import Links
-from trimtab.spec import Mesh, Policy, Setting, Strategy, Trace, Work
+from trimtab.spec import Mesh, Policy, Schedule, Setting, Strategy, Trace, Work
 from trimtab.strategies import STRATEGIES, one_micro_batch, one_replica, strategy_of, usual_strategy
-from trimtab.strategies.base import Derivation, ParallelStrategy, Refusal, Traffic, Wrapping
+from trimtab.strategies.base import Derivation, ParallelStrategy, PassTimes, Refusal, Traffic, Wrapping
 from trimtab.strategies.fsdp import FsdpStrategy
 from trimtab.strategies.pipeline import MOST_STAGES
 
@@ -108,6 +108,10 @@ def check_rules(strategy: ParallelStrategy) -> None:
             assert not meshes
             with pytest.raises(WrongUse, match=f"--strategy {strategy.word}"):
                 strategy.mesh(gpus, **place)
+    for setting in legal_settings(strategy):
+        assert strategy.explain_illegal(setting) == ""
+        split = setting.replace(schedule=Schedule.ZERO_BUBBLE)
+        assert (strategy.explain_illegal(split) == "") == strategy.has_schedule
 
 
 def check_resizing(strategy: ParallelStrategy) -> None:
@@ -164,7 +168,10 @@ def check_costs(strategy: ParallelStrategy) -> None:
         assert shares is None or 1 <= shares <= setting.gpus
         assert strategy.least_rounds(setting.mesh) >= 1
         assert isinstance(strategy.uses_global_batch(setting.mesh), bool)
-        assert strategy.idle_s(setting, [1.0, 2.0], 0) >= 0
+        passes = [PassTimes(trace, 1.0, 2.0) for trace in (traffic_of(setting, 0.0).trace,) * 2]
+        for waits in (strategy.find_waits(setting, passes, slowest, LINKS) for slowest in (0, 1)):
+            assert min(waits) >= 0
+            assert (max(waits) > 0) == (setting.mesh.pp > 1)
         assert 1 <= strategy.held_micro_batches(setting, 0) <= setting.accumulation
         bound = strategy.least_step_s(setting, lambda: 1.0)
         assert (bound is not None) == strategy.is_bounded_by_one_device
@@ -190,14 +197,14 @@ def check_configs(strategy: ParallelStrategy) -> None:
 
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
-    "check_rules": ("refusal", "usual_mesh", "meshes", "mesh", "needs_several_gpus"),
+    "check_rules": ("explain_illegal", "refusal", "usual_mesh", "meshes", "mesh", "needs_several_gpus"),
     "check_inner_degrees": ("tensor_refusal", "context_refusal", "meshes_within"),
     "check_resizing": ("resized",),
     "check_pins": ("pin_conflicts", "pinned_data_parallel", "why_not_compiled"),
     "check_traces": ("traced_as", "trace_parts", "derivation", "rank_kinds", "needs_branches"),
     "check_costs": (
         *("exposed_s", "weight_shares", "least_rounds", "uses_global_batch", "least_step_s"),
-        *("is_bounded_by_one_device", "idle_s", "held_micro_batches"),
+        *("is_bounded_by_one_device", "find_waits", "held_micro_batches"),
     ),
     "check_words": ("word", "describe", "explain", "why_not_synchronised", "runs_whole_model"),
     "check_configs": ("degrees", "is_in_frameworks", "also_spelt", "config_mesh", "config_form"),
@@ -213,6 +220,7 @@ TYPES: dict[str, Any] = {
     "accelerate_flags": tuple,
     "time_assumptions": tuple,
     "is_sharded": bool,
+    "has_schedule": bool,
     "is_built_on_host": bool,
 }
 """Plain facts: that there is one of the right type is all that can be asked."""

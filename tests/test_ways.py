@@ -21,12 +21,13 @@ from trimtab.engine.pipeline_stage import (
     split_stages,
 )
 from trimtab.errors import JobFailed, NothingFits, WrongUse
-from trimtab.spec import Mesh, Recompute, Setting, Strategy
+from trimtab.spec import Mesh, Recompute, Schedule, Setting, Strategy
+from trimtab.strategies.schedules import Pass, PipelineShape, build_actions
 from trimtab.training import process_group
 from trimtab.training.bad_steps import find_bad_module, keep_fp32
 from trimtab.training.checkpoints import CheckpointManager
 from trimtab.training.loading import wrap_batch
-from trimtab.training.pipeline import NeighbourFailed, build_schedule
+from trimtab.training.pipeline import NeighbourFailed
 from trimtab.training.run import Run
 from worlds import Drill, everywhere
 
@@ -194,8 +195,8 @@ def fails_at(rank: int) -> Any:
     return broken
 
 
-def failing(rank: int) -> str:
-    with Run(pipeline(3), join_s=60) as run:
+def failing(rank: int, setting: Setting | None = None) -> str:
+    with Run(setting or pipeline(3), join_s=60) as run:
         run.prepare(network(), sgd, loss=fails_at(rank), weight=tokens)
         try:
             run.step(data(0))
@@ -218,11 +219,11 @@ class Steep(nn.Module):
         return x + torch.sqrt(x - x)
 
 
-def suspected() -> dict[str, Any]:
+def suspected(setting: Setting | None = None, depth: int = 5) -> dict[str, Any]:
     """What a pipeline of three finds, with a bad module in each of its stages and phases."""
     found: dict[str, Any] = {}
-    with Run(pipeline(3), join_s=60) as run:
-        model, _ = run.prepare(network(), sgd, loss=loss, weight=tokens)
+    with Run(setting or pipeline(3), join_s=60) as run:
+        model, _ = run.prepare(network(0, depth), sgd, loss=loss, weight=tokens)
         window = wrap_batch(data(0))
         found["none"] = find_bad_module(run, window)
         for kind in (Endless(), Steep()):
@@ -234,7 +235,7 @@ def suspected() -> dict[str, Any]:
                 if mine:
                     block.drop = good
         # Whoever has a block widens it; the others still hand over what they are given.
-        found["kept"] = [keep_fp32(model, f"blocks.{number}") for number in range(5)]
+        found["kept"] = [keep_fp32(model, f"blocks.{number}") for number in range(depth)]
         found["trained"] = trained(run, model, [data(step) for step in range(STEPS)])
     return found
 
@@ -248,9 +249,9 @@ class Full:
             raise torch.OutOfMemoryError("full")
 
 
-def out_of_memory() -> str:
+def out_of_memory(setting: Setting | None = None) -> str:
     try:
-        piped(pipeline(3, micro=1), drill=Full())
+        piped(setting or pipeline(3, micro=1), drill=Full())
     except NothingFits as error:
         return str(error)
     return "nothing"
@@ -258,14 +259,17 @@ def out_of_memory() -> str:
 
 def kept(folder: Path) -> dict[str, Any]:
     """Two steps of a pipeline of two, then two of one process, then two of a pipeline of four."""
+    alone = Setting(micro_batch=5, accumulation=2, global_batch=WHOLE)
+    return resumed(folder, [pipeline(2), alone, pipeline(4)])
+
+
+def resumed(folder: Path, settings: list[Setting]) -> dict[str, Any]:
+    """Two steps under each setting in turn, each from the checkpoint of the one before."""
     found = {}
-    for number, stages in enumerate((2, 1, 4)):
-        with among(stages) as here:
+    for number, setting in enumerate(settings):
+        with among(setting.gpus) as here:
             if not here:
                 continue
-            setting = pipeline(stages) if stages > 1 else Setting(
-                micro_batch=5, accumulation=2, global_batch=WHOLE
-            )  # fmt: skip
             with Run(setting, join_s=60) as run:
                 model, optimizer = run.prepare(network(number), torch.optim.AdamW, loss=loss, weight=tokens)
                 objects = {"model": model, "optimizer": optimizer}
@@ -278,12 +282,12 @@ def kept(folder: Path) -> dict[str, Any]:
     return found
 
 
-def evaluated() -> float:
+def evaluated_loss(setting: Setting) -> float:
     from trimtab.training.evaluation import evaluate_run
 
     samples = data(7)
     dataset = [{name: value[number] for name, value in samples.items()} for number in range(WHOLE)]
-    with Run(pipeline(2, 2, micro=2), join_s=60) as run:
+    with Run(setting, join_s=60) as run:
         model, _ = run.prepare(network(), sgd, loss=loss, weight=tokens)
         value = evaluate_run(run, dataset)["loss"]
         assert all(module.training for module in model.modules())
@@ -322,7 +326,7 @@ def all_ways(folder: str) -> dict[str, Any]:
         drill = Drill(("forward", 0, 3), ("backward", 1, 0), ("backward", 1, 3), ("gradient", 2, 2))
         found["2 x 2 drill"] = piped(pipeline(2, 2, micro=2), drill=drill)
     with among(4):
-        found["loss"] = evaluated()
+        found["loss"] = evaluated_loss(pipeline(2, 2, micro=2))
     with among(4):
         found["2 + 2"] = built_in("bridge:tiny", hybrid(2, 2))
     with among(3) as here:
@@ -452,12 +456,12 @@ def test_a_schedule_has_every_pass_once_and_holds_no_more_than_there_are_stages(
     stages: int, parts: int
 ) -> None:
     for stage in range(stages):
-        turns = build_schedule(stage, stages, parts)
-        for forward in (True, False):
-            assert [turn.number for turn in turns if turn.forward is forward] == list(range(parts))
+        turns = build_actions(PipelineShape(Schedule.ONE_F_ONE_B, stages, 1, parts))[stage]
+        for kind in (Pass.FORWARD, Pass.BACKWARD):
+            assert [turn.micro_batch for turn in turns if turn.kind is kind] == list(range(parts))
         live = most = 0
         for turn in turns:
-            live += 1 if turn.forward else -1
+            live += 1 if turn.kind is Pass.FORWARD else -1
             assert live >= 0
             most = max(most, live)
         assert most == min(parts, stages - stage)

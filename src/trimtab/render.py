@@ -606,6 +606,8 @@ def render_estimate(
         rows.append(("", gradients))
     if estimate.host is not None:
         rows.append(("host", describe_host(estimate.host)))
+    if estimate.pipeline is not None:
+        rows.append(("stages", describe_stages(estimate)))
     rows += [
         ("largest" if not index else "", f"{_format_module(name, classes or {})}  {format_bytes(size)}")
         for index, (name, size) in enumerate(details.modules)
@@ -737,6 +739,32 @@ def describe_host(host: HostMemory) -> str:
         f"per process, of them pinned {format_bytes(host.pinned_bytes)}"
         f"{f', and {format_bytes(host.checkpoint_bytes)} for a checkpoint' if host.checkpoint_bytes else ''}"
     )
+
+
+def describe_stages(estimate: Estimate) -> str:
+    """Return the layers of each pipeline stage, the fullest rank, and what the step loses by waiting.
+
+    >>> from trimtab.spec import Band, Estimate, Footprint, PipelineEstimate, StepTime
+    >>> sizes = dict.fromkeys(("allocated_bytes", "reserved_bytes", "process_bytes"), 0)
+    >>> stages = PipelineEstimate(layers=(4, 4, 4, 3), held_micro_batches=(3.5, 2.5), bubble_share=0.1)
+    >>> time = StepTime(compute_s=0.8, communication_s=0.1, bubble_s=0.1)
+    >>> print(describe_stages(Estimate(**sizes, parts=Footprint(), band=Band(low_bytes=0, high_bytes=0),
+    ...     pipeline=stages, fullest_rank="stage 1 of 2", step_s=1.0, step_time=time)))
+    layers 4 4 4 3 on 2 ranks; stage 1 of 2 is fullest, with 3.5 micro-batches; bubble 10%, exposed sends 10%
+    """
+    stages = estimate.pipeline
+    if stages is None:
+        return ""
+    ranks = len(stages.held_micro_batches)
+    words = [f"layers {' '.join(map(str, stages.layers))} on {ranks} ranks"]
+    if estimate.fullest_rank:
+        is_last = estimate.fullest_rank.startswith(f"stage {ranks} ")
+        count = stages.held_micro_batches[-1 if is_last else 0]
+        words.append(f"{estimate.fullest_rank} is fullest, with {count:g} micro-batches")
+    if stages.bubble_share is not None and estimate.step_time is not None and estimate.step_s:
+        sent = estimate.step_time.communication_s / estimate.step_s
+        words.append(f"bubble {stages.bubble_share:.0%}, exposed sends {sent:.0%}")
+    return "; ".join(words)
 
 
 def describe_gradients(estimate: Estimate) -> str:
@@ -925,6 +953,25 @@ def render_calibration(calibration: Calibration, file: Path) -> RenderableType:
     return Group(title, table, *left, Text(f" kept in {file}"))
 
 
+def render_links(calibration: Calibration, file: Path) -> RenderableType:
+    """Return latency and bandwidth of each measured collective."""
+    table = _make_table()
+    for name in ("", "ranks", "nodes", "latency", "bandwidth"):
+        table.add_column(name, justify="right" if name else "left", header_style="dim")
+    for times in calibration.collectives:
+        table.add_row(
+            f" {times.collective.replace('_', '-')}",
+            str(times.ranks),
+            str(times.nodes),
+            f"{times.latency_s * 1e6:.1f} us",
+            f"{times.bytes_per_s / 1e9:.3g} GB/s",
+        )
+    backend = calibration.collectives[0].backend if calibration.collectives else "nothing"
+    title = Text(f"{calibration.device}: links measured with {backend}", style="bold")
+    use = Text(f" for another machine's plans: --network {file}", style="dim")
+    return Group(title, table, Text(f" kept in {file}"), use)
+
+
 MOST_REJECTED = 10
 """Causes to list; the others are only counted."""
 
@@ -953,6 +1000,11 @@ def render_plan(plan: Plan) -> RenderableType:
             []
             if plan.estimate.host is None
             else [Padding(Text(f"host memory: {describe_host(plan.estimate.host)}"), (0, 0, 0, 1))]
+        ),
+        *(
+            []
+            if plan.estimate.pipeline is None
+            else [Padding(Text(f"stages: {describe_stages(plan.estimate)}"), (0, 0, 0, 1))]
         ),
         Text(),
         Padding(_render_reasons(plan), (0, 0, 0, 1), expand=False),
@@ -1076,6 +1128,9 @@ def describe_setting(setting: Setting) -> str:
         f"optimizer {setting.optimizer_rule.value}" * bool(setting.optimizer_rule.stored.place),
         "optimizer in backward" * setting.optimizer_in_backward,
         "compiled" * setting.compile,
+        f"schedule {setting.schedule.value}"
+        * (setting.schedule.splits_backward or setting.virtual_stages > 1),
+        f"{setting.virtual_stages} virtual stages" * (setting.virtual_stages > 1),
         "synchronised BatchNorm" * (setting.sync_batchnorm and setting.gpus > 1),
         "shares by speed" * bool(setting.shares),
     ]

@@ -17,6 +17,7 @@ from trimtab.api.detecting import (
 from trimtab.api.estimating import (
     batch_warnings,
     calibrate,
+    calibrate_links,
     estimate,
     estimate_command,
     exam,
@@ -45,6 +46,7 @@ __all__ = [
     "apply",
     "batch_warnings",
     "calibrate",
+    "calibrate_links",
     "cancel",
     "cluster",
     "config_places",

@@ -165,6 +165,7 @@ def show(request: ShowRequest) -> Display:
     from trimtab.configs.show import build_display, find_job
     from trimtab.configs.targets import find_target, list_targets
     from trimtab.errors import WrongUse
+    from trimtab.planner.degrees import describe_cluster
     from trimtab.planner.plan_files import is_plan_file
     from trimtab.probe.detect import as_cluster
 
@@ -201,6 +202,7 @@ def show(request: ShowRequest) -> Display:
         device=first_device(where).name,
         seer=seer,
         sought=sought,
+        shape=None if request.on is None else describe_cluster(where),
     )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trimtab.scripts.estimate import ScriptEstimate
     from trimtab.spec import Calibration, Cluster, Device, Estimate, Offload, Recompute, Setting, Trace
     from trimtab.spec.requests import CommandRequest
+    from trimtab.strategies.base import ParallelStrategy
     from trimtab.trace.request import TraceRequest
 
 
@@ -98,6 +99,8 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         offload=request.offload,
         compile=request.compile,
         strategy=request.strategy,
+        schedule=request.schedule,
+        virtual_stages=request.virtual_stages,
         gpus=request.gpus if request.gpus is not None else len(where.devices),
         tp=request.tp,
         cp=request.cp,
@@ -260,6 +263,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     offload: str = "none",
     optimizer_in_backward: bool = False,
     sync_batchnorm: bool = False,
+    schedule: str = "1f1b",
+    virtual_stages: int | None = None,
     nodes: int = 1,
     branches: int = 0,
     global_batch: int | None = None,
@@ -269,8 +274,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     Every rank takes one micro-batch; in a pipeline, and if branches have different numbers of ranks, as many
     as `global_batch` needs.
     """
-    from trimtab.engine.offload_rules import refuse_state_offload
-    from trimtab.engine.tensor_rules import refuse_tensor_split
     from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
@@ -326,11 +329,48 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         optimizer_in_backward=optimizer_in_backward,
         allocator=_read_word(Allocator, allocator, "allocator"),
         sync_batchnorm=sync_batchnorm,
+        **_read_schedule(schedule, virtual_stages),
     )
-    # The tracer refuses it too, after it has loaded the job.
+    _refuse_illegal(setting, rules)
+    return setting
+
+
+def _read_schedule(schedule: str, virtual_stages: int | None) -> dict[str, Any]:
+    """Return the fields of a Setting for a schedule; raise if they contradict each other."""
+    from trimtab.errors import WrongUse
+    from trimtab.planner.pins import read_schedule
+    from trimtab.spec import Schedule
+
+    word = _read_word(Schedule, schedule, "schedule")
+    pins = {"virtual_stages": virtual_stages} if virtual_stages is not None else {}
+    # Several virtual stages without a schedule are interleaved.
+    fields = read_schedule(pins | ({"schedule": word} if word is not Schedule.ONE_F_ONE_B else {}))
+    wrong = fields["schedule"].check_virtual_stages(fields["virtual_stages"]) if fields else []
+    if wrong or (virtual_stages is not None and virtual_stages < 1):
+        raise WrongUse(
+            f"--schedule {schedule} --virtual-stages {virtual_stages}",
+            found=wrong[0] if wrong else f"virtual_stages is {virtual_stages}",
+            cure="Leave --virtual-stages out, or give 2 or more with interleaved-1f1b.",
+        )
+    return fields
+
+
+def _refuse_illegal(setting: Setting, rules: ParallelStrategy) -> None:
+    """Raise if the fields of a setting do not go together: offload, tensor parallelism, schedule."""
+    from trimtab.engine.offload_rules import refuse_state_offload
+    from trimtab.engine.tensor_rules import refuse_tensor_split
+    from trimtab.errors import WrongUse
+
+    # The tracer refuses these too, after it has loaded the job.
     refuse_state_offload(setting)
     refuse_tensor_split(setting)
-    return setting
+
+    if found := rules.explain_illegal(setting):
+        raise WrongUse(
+            f"--schedule {setting.schedule} with --strategy {setting.strategy}",
+            found=found,
+            cure="Use --strategy pipeline with another --micro-batch, or leave --schedule out.",
+        )
 
 
 def _read_optimizer(text: str) -> dict[str, Any]:
@@ -465,8 +505,67 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
 def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
     """Measure the GPU of this machine; return the calibration and the file that stores it."""
     from trimtab.calibration.measure import BUDGET_S, calibrate_in_child
-    from trimtab.predict.calibration import write_own_calibration
+    from trimtab.predict.calibration import read_own_calibration, write_own_calibration
 
     device = gpu_here("calibrate")
     found = calibrate_in_child(device.kind, budget_s=budget_s or BUDGET_S)
+    earlier = read_own_calibration(device)
+    if earlier is not None:
+        found = found.replace(collectives=earlier.collectives)
     return found, write_own_calibration(found)
+
+
+CPU = "CPU"
+"""Device of a calibration of links between CPU processes."""
+
+
+def calibrate_links(*, procs: int | None = None) -> tuple[Calibration, Path | None]:
+    """Measure collectives between processes; return them with the file that stores them.
+
+    Uses the processes that torchrun or srun started, else starts one for each GPU of this machine, or `procs`
+    processes on CPUs. Only the first process of a launcher stores the result; others return no file.
+    """
+    import os
+    from datetime import UTC, datetime
+
+    from trimtab.calibration import links
+    from trimtab.predict.calibration import read_own_calibration, write_own_calibration
+    from trimtab.spec import Calibration
+
+    devices = detect().devices
+    backend = "nccl" if devices else "gloo"
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    measured = (
+        links.measure_links_here(backend)
+        if launched
+        else links.measure_local_links(count_link_ends(len(devices), procs), backend)
+    )
+    earlier = read_own_calibration(devices[0]) if devices else None
+    found = (earlier or Calibration(device=devices[0].kind if devices else CPU)).replace(
+        collectives=tuple(measured), taken_on=datetime.now(UTC).date().isoformat()
+    )
+    if launched and os.environ["RANK"] != "0":
+        return found, None
+    return found, write_own_calibration(found)
+
+
+def count_link_ends(gpus: int, procs: int | None) -> int:
+    """Return how many processes to start; raise where there is no link to measure."""
+    from trimtab.errors import EnvironmentFault, WrongUse
+
+    given = "calibrate --links" + (f" --procs {procs}" if procs is not None else "")
+    if gpus == 1:
+        raise EnvironmentFault(
+            given,
+            found="this machine has one GPU, so there is no link to measure",
+            cure="Run it where there are several, or start it on every node with torchrun or srun.",
+        )
+    if not gpus and procs is None:
+        raise EnvironmentFault(
+            given,
+            found="this machine has no GPU that can be used",
+            cure="Run it on the machine with the GPUs; --procs 2 measures gloo between two CPU processes.",
+        )
+    if gpus and procs is not None and procs > gpus:
+        raise WrongUse(given, found=f"there are {gpus} GPUs", cure=f"Name 2 to {gpus}, or leave it out.")
+    return procs if procs is not None else gpus

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from trimtab.catalog.devices import find_typed_device, has_bf16, row_peaks, row_vendor
 from trimtab.catalog.tables import DeviceRow, FabricRow, fabrics, links
 from trimtab.errors import BrokenFile, UnknownName, WrongUse, shorten
-from trimtab.spec import Cluster, Device, Link, Node
+from trimtab.spec import Calibration, Cluster, Device, Link, Node
 from trimtab.units import format_bandwidth, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
 
 # The network between nodes: the catalogue's assumption for a device, or the user's `--network`.
@@ -35,6 +35,14 @@ _FORM = re.compile(
 )
 _SCALES = {"m": 1e6, "g": 1e9, "t": 1e12}
 _CURE = "Write it like 400Gb/gpu, 8x400Gb/node or 50GB/s/gpu: Gb are bits, GB are bytes."
+_OPTIONS_CURE = (
+    "Write it like 400Gb/gpu,latency=5us,rails=yes,oversubscription=2,nvlink=72: each option may be left out."
+)
+_TIME = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>ns|us|\u00b5s|ms|s)")
+_TIME_UNITS = {"ns": 1e9, "us": 1e6, "\u00b5s": 1e6, "ms": 1e3, "s": 1.0}
+_YES = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+MOST_LATENCY_S = 1.0
+MOST_OVERSUBSCRIPTION = 100.0
 
 
 class Network(NamedTuple):
@@ -45,6 +53,10 @@ class Network(NamedTuple):
     """Whether the GPUs of a node share it; otherwise each GPU has it."""
     text: str
     """The text that the user wrote."""
+    latency_s: float | None = None
+    rails: bool | None = None
+    oversubscription: float | None = None
+    nvlink_domain: int | None = None
 
     def per_gpu(self, gpus: int) -> float:
         """Return the bytes per second of each GPU on a node with this many GPUs."""
@@ -52,14 +64,18 @@ class Network(NamedTuple):
 
 
 def parse_network(text: str, option: str = "--network") -> Network:
-    """Parse a bandwidth such as 400Gb/gpu; an error names the option or the file that it is from.
+    """Parse a network such as 400Gb/gpu,latency=5us; an error names the option or the file that it is from.
 
     >>> parse_network("400Gb/gpu").bytes_per_s, parse_network("8x400Gb/node").per_gpu(8)
     (50000000000.0, 50000000000.0)
     >>> parse_network("50GB/s/gpu").bytes_per_s, parse_network("100Gbit/s/node").per_gpu(4)
     (50000000000.0, 3125000000.0)
+    >>> parse_network("400Gb/gpu,latency=5us,rails=no").latency_s
+    5e-06
     """
     given = f"{option} {shorten(text)}" if text.strip() else f"{option} ''"
+    text, *stated = text.split(",")
+    options = _parse_network_options(stated, given)
     match = _FORM.fullmatch(text)
     if match is None:
         raise WrongUse(given, found=_explain_fault(text), cure=_CURE)
@@ -77,7 +93,60 @@ def parse_network(text: str, option: str = "--network") -> Network:
             "it is not a bandwidth" if rate < 1 else f"{format_bandwidth(rate)} is more than any network has"
         )
         raise WrongUse(given, found=fault, cure=_CURE)
-    return Network(rate, per == "node", text.strip())
+    return Network(rate, per == "node", ",".join([text, *stated]).strip(), **options)
+
+
+def _parse_network_options(stated: list[str], given: str) -> dict[str, Any]:
+    """Return the fields of a Network that follow its bandwidth: latency=5us, rails=yes and others."""
+    fields: dict[str, Any] = {}
+    for option in stated:
+        name, equals, value = (part.strip() for part in option.partition("="))
+        name, value = name.lower(), value.lower()
+        if not equals or name not in NETWORK_OPTIONS:
+            known = ", ".join(NETWORK_OPTIONS)
+            raise WrongUse(
+                given, found=f"{option.strip() or 'an empty option'} is none of {known}", cure=_OPTIONS_CURE
+            )
+        field, parse = NETWORK_OPTIONS[name]
+        if field in fields:
+            raise WrongUse(given, found=f"it states {name} twice", cure=_OPTIONS_CURE)
+        fields[field] = parse(value)
+        if fields[field] is None:
+            raise WrongUse(given, found=f"{name}={value} {_OPTION_FORMS[name]}", cure=_OPTIONS_CURE)
+    return fields
+
+
+def _parse_latency(text: str) -> float | None:
+    match = _TIME.fullmatch(text)
+    seconds = float(match["number"]) / _TIME_UNITS[match["unit"]] if match else -1.0
+    return seconds if 0 <= seconds <= MOST_LATENCY_S else None
+
+
+def _parse_oversubscription(text: str) -> float | None:
+    # 2:1 is how network engineers write it.
+    number = text.removesuffix(":1")
+    if not re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", number):
+        return None
+    return float(number) if 1 <= float(number) <= MOST_OVERSUBSCRIPTION else None
+
+
+def _parse_domain(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[0-9]{1,5}", text) and int(text) > 1 else None
+
+
+NETWORK_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "latency": ("latency_s", _parse_latency),
+    "rails": ("rails", _YES.get),
+    "oversubscription": ("oversubscription", _parse_oversubscription),
+    "nvlink": ("nvlink_domain", _parse_domain),
+}
+"""Options that may follow a bandwidth: the field of a Network, and how to read it."""
+_OPTION_FORMS = {
+    "latency": "is not a time up to 1s, as in latency=5us",
+    "rails": "is neither yes nor no",
+    "oversubscription": "is not a number from 1 to 100, as in oversubscription=2",
+    "nvlink": "is not a number of GPUs that NVLink joins, as in nvlink=72",
+}
 
 
 def _explain_fault(text: str) -> str:
@@ -92,7 +161,12 @@ def _explain_fault(text: str) -> str:
 
 
 def with_network(cluster: Cluster, text: str, option: str = "--network") -> Cluster:
-    """Return the cluster with this network between its nodes instead of the assumed one."""
+    """Return the cluster with this network between its nodes instead of the assumed one.
+
+    A file of `trimtab calibrate --links` states collectives as they were measured, in nodes and between them.
+    """
+    if text.strip().endswith(".json"):
+        return _with_measured_links(cluster, text.strip(), option)
     network = parse_network(text, option)
     if len(cluster.nodes) < 2:  # noqa: PLR2004 - several
         note = f"{option} {network.text} changes nothing: there is one node"
@@ -103,9 +177,34 @@ def with_network(cluster: Cluster, text: str, option: str = "--network") -> Clus
         kind="network",
         node=None,
         bandwidth_bytes_per_s=network.per_gpu(gpus),
+        latency_s=network.latency_s,
+        rails=network.rails,
+        oversubscription=network.oversubscription,
+        nvlink_domain=network.nvlink_domain or _known_domain(cluster),
         source=f"stated: {option} {network.text}",
     )
     return cluster.replace(links=(*(link for link in cluster.links if link.node is not None), link))
+
+
+def _with_measured_links(cluster: Cluster, file: str, option: str) -> Cluster:
+    """Return the cluster with the collectives of a calibration file."""
+    calibration = Calibration.from_file(Path(file))
+    measured = calibration.collectives if calibration is not None else ()
+    if calibration is None or not measured:
+        raise WrongUse(
+            f"{option} {shorten(file)}",
+            found="the file holds no measured collectives" if calibration else "it is no calibration file",
+            cure="Write one with: trimtab calibrate --links",
+        )
+    ranks = max(times.ranks for times in measured)
+    where = f"on {calibration.device} with {measured[0].backend}, up to {ranks} ranks"
+    note = f"collectives: measured {where} ({file})"
+    return cluster.replace(collectives=measured, notes=(*cluster.notes, note))
+
+
+def _known_domain(cluster: Cluster) -> int | None:
+    """Return the GPUs that NVLink joins in the cluster, which a stated network leaves as it is."""
+    return next((link.nvlink_domain for link in cluster.links if link.nvlink_domain), None)
 
 
 def with_host_memory(cluster: Cluster, text: str) -> Cluster:
@@ -131,6 +230,7 @@ def assume_network_link(models: Collection[str], gpus: int = 1) -> Link:
         kind="network",
         node=None,
         bandwidth_bytes_per_s=row.per_gpu_gbs(gpus) * 1e9,
+        nvlink_domain=row.nvlink_domain,
         source=f"assumed: {row.source}",
     )
 

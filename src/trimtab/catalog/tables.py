@@ -69,6 +69,7 @@ class LinkRow(Row, frozen=True, kw_only=True):
     gbs: float
     per_lane_gbs: float | None = None
     pair_gbs: float | None = None
+    bus_share: float | None = None
     assumes: str = ""
 
 
@@ -78,6 +79,7 @@ class FabricRow(Row, frozen=True, kw_only=True):
     devices: tuple[str, ...]
     gbs: float | None = None
     node_gbs: float | None = None
+    nvlink_domain: int | None = None
 
     def per_gpu_gbs(self, gpus: int) -> float:
         """Return GB/s, one way, per GPU of a node with this many GPUs."""
@@ -88,10 +90,66 @@ class CollectivesRow(Row, frozen=True, kw_only=True):
     """Speed of collectives over any link; the comments of links.toml explain each key."""
 
     bus_share: float
-    hop_s: float
-    network_hop_s: float
+    network_share: float
     unknown_bytes_per_s: float
     overlapped: float
+    ll_share: float
+    ll128_share: float
+    tree_share: float
+    tree_ll_share: float
+    tree_ll128_share: tuple[float, float]
+    pat_share: float
+    post_us: float
+    simple_posts: float
+    plateau: float
+    pat_rank_us: float
+    pat_hop_share: float
+    ring_ports: int
+    network_us: float
+    leaf_nodes: int
+    board_cards: int
+
+
+class ProtocolRow(Row, frozen=True, kw_only=True):
+    """Latencies of an algorithm of collectives under a protocol, in microseconds."""
+
+    algorithm: str
+    protocol: str
+    begin_us: float
+    nvlink_us: float
+    pcie_us: float
+    network_us: float
+
+
+class GenerationRow(Row, frozen=True, kw_only=True):
+    """Limits of collectives on a generation of GPUs; the comments of links.toml explain each key."""
+
+    name: str
+    capability: float
+    ll: tuple[float, float, float]
+    ring_ll128: tuple[float, float, float]
+    tree: tuple[float, float, float]
+    tree_ll128: tuple[float, float, float]
+    nvls_tree: tuple[float, float, float]
+    nvls_share: float
+    nvls: float
+
+
+class SocketRow(Row, frozen=True, kw_only=True):
+    """The link between two sockets of hosts with a PCIe generation."""
+
+    pcie: int
+    gbs: float
+
+
+class RampRow(Row, frozen=True, kw_only=True):
+    """Share of the bandwidth that collectives of medium sizes reach."""
+
+    ring_bytes: tuple[float, ...]
+    ring: tuple[float, ...]
+    tree_ll: tuple[float, ...]
+    tree_ll128: tuple[float, ...]
+    tree_simple: tuple[float, ...]
 
 
 class HostRow(Row, frozen=True, kw_only=True):
@@ -193,6 +251,32 @@ def fabrics() -> tuple[FabricRow, ...]:
 def collectives() -> CollectivesRow:
     """Return the speed of collectives over any link."""
     return msgspec.convert(_load_toml("links.toml")["collectives"], CollectivesRow)
+
+
+@cache
+def protocols() -> dict[tuple[str, str], ProtocolRow]:
+    """Return the latencies of collectives, by algorithm and protocol."""
+    rows = msgspec.convert(_load_toml("links.toml")["protocol"], tuple[ProtocolRow, ...])
+    return {(row.algorithm, row.protocol): row for row in rows}
+
+
+@cache
+def generations() -> tuple[GenerationRow, ...]:
+    """Return the limits of collectives by generation of GPUs, oldest first."""
+    return msgspec.convert(_load_toml("links.toml")["generation"], tuple[GenerationRow, ...])
+
+
+@cache
+def sockets() -> dict[int, SocketRow]:
+    """Return the links between sockets, by PCIe generation of the host."""
+    rows = msgspec.convert(_load_toml("links.toml")["socket"], tuple[SocketRow, ...])
+    return {row.pcie: row for row in rows}
+
+
+@cache
+def collective_ramp() -> RampRow:
+    """Return the share of the bandwidth that collectives of medium sizes reach."""
+    return msgspec.convert(_load_toml("links.toml")["ramp"], RampRow)
 
 
 @cache

@@ -146,7 +146,8 @@ def _list_targets(places: Sequence[str], *, json: bool) -> None:
 def show(request: ShowRequest, *, json: Json = False) -> None:
     """Show what a config would use, and what would be better.
 
-    Stage by stage, if the config has stages. Nothing is written. Exit code 3 when a stage does not fit.
+    Stage by stage, if the config has stages. Degrees of parallelism are checked against the model and the
+    GPUs. Nothing is written. Exit code 3 when a stage does not fit, 2 when a degree is illegal.
     """
     with progress("planning") as shown:
         display = api.show(**state_devices(request).replace(say=shown.say).arguments())
@@ -154,6 +155,8 @@ def show(request: ShowRequest, *, json: Json = False) -> None:
         print_json(display.to_builtins())
     else:
         print_text(show_display(display))
+    if any(finding.severity == "error" for finding in display.degrees):
+        raise typer.Exit(2)
     if any(stage.fits is False for stage in display.stages):
         raise typer.Exit(3)
 
@@ -258,6 +261,11 @@ def show_display(found: Display) -> RenderableType:
     parts.append(Padding(table, (0, 0, 0, 1), expand=False))
     if found.stages:
         parts += [render_labelled("runs as", _as_it_runs(found), "dim"), Text()]
+    for finding in found.degrees:
+        colour = "red" if finding.severity == "error" else "yellow"
+        parts.append(render_labelled(finding.severity.value, finding.sentence(), colour))
+    if found.degrees:
+        parts.append(Text())
     if any(stage.memory_bytes is not None for stage in found.stages):
         parts.append(Padding(_stages(found.stages), (0, 0, 0, 1), expand=False))
     parts += [render_labelled(stage.name, line, "green") for stage in found.stages for line in stage.advice]
@@ -270,7 +278,12 @@ def _as_it_runs(found: Display) -> str:
     setting = found.stages[0].setting
     batch = f", global batch {found.global_batch}" if found.global_batch else ""
     length = f", {found.seq} tokens a sample" if found.seq else ""
-    return f"{describe_setting(setting)}{batch}{length}"
+    words = describe_setting(setting)
+    for axis in ("tp", "cp", "pp"):
+        degree = getattr(setting.mesh, axis, 1)
+        if degree > 1 and f"{axis} {degree}" not in words and setting.strategy != "pipeline":
+            words += f", {axis} {degree}"
+    return f"{words}{batch}{length}"
 
 
 def _stages(stages: Sequence[ShownStage]) -> Columns:

@@ -30,7 +30,7 @@ def detect(  # noqa: PLR0913, PLR0917 - each is an option
         str | None,
         typer.Option(
             metavar="BANDWIDTH",
-            help="State the bandwidth between nodes: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu.",
+            help="State the network between nodes: 400Gb/gpu, 8x400Gb/node, 400Gb/gpu,latency=5us,rails=yes.",
         ),
     ] = None,
     json: Json = False,

@@ -11,6 +11,7 @@ import typer
 from trimtab import api
 from trimtab.cli.console import Json, print_json, print_text
 from trimtab.cli.options import command
+from trimtab.errors import WrongUse
 from trimtab.spec.requests import ProfileRequest
 
 
@@ -83,12 +84,29 @@ def calibrate(
     budget: Annotated[
         float, typer.Option(metavar="SECONDS", help="Seconds that the measurements may take.")
     ] = 50.0,
+    links: Annotated[
+        bool,
+        typer.Option("--links", help="Measure collectives between GPUs instead of operations."),
+    ] = False,
+    procs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="With --links: processes to start; default: one for each GPU of this machine."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure the GPU of this machine once, for predictions of time.
 
-    Runs the operations of common models over sizes and precisions, in under a minute.
+    Runs the operations of common models over sizes and precisions, in under a minute. With --links, measures
+    all-reduce, all-gather, reduce-scatter, all-to-all and send between the GPUs of this machine, or between
+    all processes that torchrun or srun started it in.
     """
+    if procs is not None and not links:
+        raise WrongUse(f"--procs {procs}", found="only --links starts processes", cure="Add --links.")
+    if links:
+        _calibrate_links(procs, json=json)
+        return
     calibration, file = api.calibrate(budget_s=budget)
     if json:
         curves = [
@@ -109,3 +127,17 @@ def calibrate(
         from trimtab import render
 
         print_text(render.render_calibration(calibration, file))
+
+
+def _calibrate_links(procs: int | None, *, json: bool) -> None:
+    """Measure collectives, and print what the first process stored."""
+    calibration, file = api.calibrate_links(procs=procs)
+    if file is None:
+        return
+    if json:
+        collectives = [times.to_builtins() for times in calibration.collectives]
+        print_json({"device": calibration.device, "file": str(file), "collectives": collectives})
+    else:
+        from trimtab import render
+
+        print_text(render.render_links(calibration, file))

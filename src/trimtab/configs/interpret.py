@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trimtab.configs.targets import WORDS, conditions_hold, find_place, place_key, shorten_path
@@ -12,6 +13,7 @@ from trimtab.spec import (
     Allocator,
     BaseFormat,
     LossForm,
+    Mesh,
     Noun,
     Offload,
     OptimizerImplementation,
@@ -454,18 +456,36 @@ def _plain_name(field: str) -> str:
     return field.replace("_", " ")
 
 
+SPLITS = {"tensor": "tp", "context": "cp", "pp": "pp"}
+"""Fields that split the model, by the axis of the mesh that they are."""
+
+
+def read_split(reading: Reading, gpus: int) -> dict[str, int]:
+    """Return the axes of the mesh that split the model; {} if they do not divide the GPUs."""
+    split = {
+        axis: degree
+        for field, axis in SPLITS.items()
+        if (degree := reading.number(field) or 1) > 1 and axis in Mesh.__struct_fields__
+    }
+    return {} if gpus % prod(split.values()) else split
+
+
 def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
     """Return how the config would run; what it leaves open is as in a plain run on `gpus` devices."""
     facts = reading.facts
     count = reading.number("gpus") or gpus
-    usual, _ = usual_strategy(count)
+    split = read_split(reading, count)
+    copies = count // prod(split.values())
+    usual, _ = usual_strategy(copies)
     strategy = Strategy(str(facts.get("strategy", usual)))
-    if count == 1 or not STRATEGIES[strategy].needs_several_gpus:
+    if copies == 1 or not STRATEGIES[strategy].needs_several_gpus:
         strategy = usual
     micro = reading.number("micro_batch") or 1
     accumulation = reading.number("accumulation") or 1
     shards = reading.number("dp_shard") or reading.number("gpus_per_node")
-    mesh = STRATEGIES[strategy].config_mesh(count, shards)
+    if copies == 1 and split:
+        strategy = Strategy.PIPELINE if set(split) == {"pp"} else Strategy.FSDP
+    mesh = STRATEGIES[strategy].config_mesh(copies, shards).replace(**split)
     return Setting(
         strategy=strategy,
         mesh=mesh,

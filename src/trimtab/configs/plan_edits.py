@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.configs.interpret import (
     AS_JOB,
+    SPLITS,
     ConfigWarning,
     find_entry,
     find_table,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from trimtab.configs.targets import ConfigTarget, Knob, Requirement, TargetSite
     from trimtab.configs.text_edit import Entry, KeyPath, ParsedConfig
-    from trimtab.spec import Plan, Setting
+    from trimtab.spec import Mesh, Plan, Setting
 
 PLAIN: dict[str, int | str] = {
     "accumulation": 1,
@@ -42,6 +43,8 @@ PLAIN: dict[str, int | str] = {
     "pp": 1,
     "tensor": 1,
     "context": 1,
+    "expert": 1,
+    "virtual_stages": 1,
     "workers": 0,
     "recompute": "none",
     "compile": "false",
@@ -67,6 +70,14 @@ LABELS = {
     "offload_activations": "activations on the CPU:",
 }
 """Fields that people call something else than we do."""
+AXES = SPLITS | {"expert": "ep"}
+"""Fields that split the model, by the axis of the mesh."""
+SPLIT_NAMES = {
+    "tensor": "layers over tp",
+    "context": "sequences over cp",
+    "pp": "the model into pp",
+    "expert": "experts over ep",
+}
 BATCH = ("micro_batch", "accumulation", "global_batch", "rank_batch", "round_batch")
 ELSEWHERE = {
     "allocator": "Start the job with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: no key here holds it.",
@@ -173,7 +184,7 @@ def make_exact(setting: Setting, given: str) -> tuple[Setting, str]:
             cure="Plan for GPUs that are alike, as in --on 2xRTX3090, or for one of them.",
         )
     strategy = strategy_of(setting)
-    if not strategy.is_in_frameworks:
+    if not strategy.is_in_frameworks and setting.mesh.pp == 1:
         raise WrongUse(
             given,
             found=f"its strategy is {setting.strategy}, which only trimtab's own trainer runs",
@@ -220,11 +231,11 @@ def list_facts(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict
         "gpus": setting.gpus,
         "gpus_per_node": -(-setting.gpus // nodes),
         "nodes": nodes,
+        "data_parallel": setting.data_parallel,
         "dp_replicate": setting.mesh.dp_replicate,
         "dp_shard": setting.mesh.dp_shard,
-        "pp": 1,
-        "tensor": 1,
-        "context": 1,
+        **{field: getattr(setting.mesh, axis, 1) for field, axis in AXES.items()},
+        "virtual_stages": getattr(setting, "virtual_stages", 1),
         "workers": setting.workers,
         "precision": setting.precision.value,
         "recompute": setting.recompute.value,
@@ -283,6 +294,7 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     values = {entry.path: entry for entry in entries}
     exact = _leave_out_float8(draft, site, values, exact)
     facts = list_facts(exact, nodes, plan_sequence_length(plan))
+    _refuse_splits(site.target, facts, given)
     present = {
         knob.field
         for knob in filter(site.applies, site.target.knobs)
@@ -318,6 +330,21 @@ def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     _warn_differences(site, entries, draft, exact, facts)
     _warn_job_options(site, values, draft, plan)
     return draft
+
+
+def _refuse_splits(target: ConfigTarget, facts: Mapping[str, int | str], given: str) -> None:
+    """Refuse a plan that splits the model in a way that no key of the config can say."""
+    fields = target.fields()
+    lacking = [field for field in AXES if facts[field] != 1 and field not in fields]
+    if not lacking or target.partial:
+        return
+    named = [f"{SPLIT_NAMES[field]}={facts[field]}" for field in lacking]
+    raise WrongUse(
+        given,
+        found=f"it splits {' and '.join(named)}, and {target.name} has no key for that",
+        cure=f"Plan again with --pin {','.join(f'{AXES[field]}=1' for field in lacking)}, or apply it to a "
+        "config of torchtitan or Megatron-Bridge.",
+    )
 
 
 def _leave_out_float8(
@@ -441,7 +468,7 @@ def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is want
         return
     draft.settled.add(knob.field)
     _warn_caveat(draft, knob, value)
-    if knob.field in ("tensor", "context"):
+    if knob.field in AXES and value == 1 and current != 1:
         draft.say(f"{key} becomes 1: the plan does not split the model that way.")
     draft.add(make_edit(draft.file, path, entry, after, knob.field))
 
@@ -593,7 +620,7 @@ def _warn_differences(
 
 
 OF_FIELD = {
-    "mesh": ("dp_shard", "dp_replicate", "gpus"),
+    "mesh": ("dp_shard", "dp_replicate", "gpus", *AXES),
     "gpus": ("gpus_per_node",),
     "global_batch": ("micro_batch", "accumulation"),
 }
@@ -635,11 +662,17 @@ def find_differences(
         differences.append(("offload_activations", stored[0], stored[1]))
     same_strategy = planned.strategy is got.strategy and planned.gpus == got.gpus
     if same_strategy and planned.mesh != got.mesh:
-        meshes = [f"{mesh.dp_replicate} x {mesh.dp_shard}" for mesh in (planned.mesh, got.mesh)]
+        meshes = [_name_mesh(mesh) for mesh in (planned.mesh, got.mesh)]
         differences.append(("mesh", meshes[0], meshes[1]))
     if seq is not None and seq != got_seq:
         differences.append(("seq", seq, got_seq))
     return differences
+
+
+def _name_mesh(mesh: Mesh) -> str:
+    """Return the degrees of a mesh, those of data parallelism first."""
+    split = [f" x {axis} {degree}" for axis in AXES.values() if (degree := getattr(mesh, axis, 1)) > 1]
+    return f"{mesh.dp_replicate} x {mesh.dp_shard}{''.join(split)}"
 
 
 def _warn_job_options(site: TargetSite, values: Mapping[KeyPath, Entry], draft: Draft, plan: Plan) -> None:

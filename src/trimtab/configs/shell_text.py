@@ -7,6 +7,11 @@ Everything is text to a shell; a word that looks like a number or a boolean is r
 or backquotes is computed. Here-documents and quoted text over several lines are skipped.
 Not covered: arrays, `declare`, and other ways in which a script changes its variables.
 
+    --tensor-model-parallel-size 8  ("args", "tensor-model-parallel-size"), in a command or an array
+    --seq-length $SEQ               ("args", "seq-length") is the value of SEQ, if the script sets it
+
+Options are read from scripts that start Megatron-LM: they hold its degrees of parallelism.
+
     #SBATCH -N 2                    ("nodes",), as for --nodes=2, --nodes 2 and -N2
     #SBATCH --gres=gpu:a100:4       ("gres",) is 'gpu:a100:4', and ("gres", "gpu") the 4 in it
     #SBATCH --gpus-per-node=h100:8  ("gpus-per-node",), and ("gpus-per-node", "count") the 8 in it
@@ -324,12 +329,21 @@ class _ShellFormat(ConfigFormat):
 
     def parse(self, text: str, origin: str) -> TextNode:
         name = PurePath(origin).name
-        return scan_variables(text, origin, loose=name.startswith(".env") or name.endswith(".env"))
+        loose = name.startswith(".env") or name.endswith(".env")
+        root = scan_variables(text, origin, loose=loose)
+        arguments = None if loose else scan_arguments(text, root)
+        if root.items is not None and arguments is not None:
+            root.items[ARGS] = arguments
+        return root
 
     def replace(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
+        if node.style in ("flag", "reference"):
+            return [replace_argument(page, node, value)]
         return [replace_word(page, node, value, loose=page.root.extra.loose)]
 
     def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
+        if path == (ARGS,):
+            return [add_arguments(node, new)]
         return [add_variables(page, path, node, new)]
 
     def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
@@ -337,6 +351,68 @@ class _ShellFormat(ConfigFormat):
 
     def means(self, node: TextNode, wanted: Any) -> bool:
         return means_value(node, wanted)
+
+
+ARGS = "args"
+_MEGATRON = re.compile(r"--(?:(?:tensor|pipeline|expert)-model|context)-parallel-size\b")
+_COMMENT = re.compile(r"(?:^|(?<=\s))#[^\r\n]*", re.MULTILINE)
+_OPTION = re.compile(
+    r"(?<![\w-])--([A-Za-z][\w-]*)(?:(?:=|[ \t]+)"
+    r"(\"[^\"\r\n]*\"|'[^'\r\n]*'|[^\s\"'()\\;&|<>-][^\s\"'()\\;&|<>]*))?"
+)
+_LAUNCHER = {"nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port"}
+"""Options of torchrun, which come before Megatron's. It spells most of them with underscores too."""
+_REFERENCE = re.compile(r"\"?\$(?:\{(\w+)\}|(\w+))\"?", re.ASCII)
+
+
+def scan_arguments(text: str, variables: TextNode) -> TextNode | None:
+    """Scan the options of a Megatron-LM command; None if the script has none."""
+    bare = _COMMENT.sub(lambda match: " " * len(match[0]), text)
+    anchor = None
+    node = TextNode(0, len(text), items={}, style="arguments")
+    for match in _OPTION.finditer(bare):
+        name, word = match[1], match[2]
+        if "_" in name or name in _LAUNCHER:
+            continue
+        if _MEGATRON.match(match[0]) and anchor is None:
+            anchor = match.end()
+        items = node.items if node.items is not None else {}
+        if name in items:
+            node.repeats.setdefault(name, [items[name].start]).append(match.start())
+        items[name] = _read_argument(match, word, variables)
+    node.extra = anchor
+    return None if anchor is None else node
+
+
+def _read_argument(match: re.Match[str], word: str | None, variables: TextNode) -> TextNode:
+    """Return the node of an option: its value, or that of the variable it is read from, or a flag."""
+    if word is None:
+        return TextNode(match.end(), match.end(), True, style="flag")
+    start, end = match.span(2)
+    reference = _REFERENCE.fullmatch(word)
+    name = (reference[1] or reference[2]) if reference else ""
+    variable = (variables.items or {}).get(name)
+    if variable is not None and not variable.computed:
+        return TextNode(start, end, variable.value, style="reference", extra=name)
+    plain = _unquote_word(word)
+    return word_node(start, end, plain, computed=word if re.search(r"[$`]", word) else "")
+
+
+def replace_argument(page: ParsedConfig, node: TextNode, value: Any) -> Splice:
+    """Replace the value of an option, also where it is a variable's; raise if the option takes none."""
+    if node.style == "flag":
+        raise WrongUse(
+            page.locate(node.start),
+            found="this option takes no value",
+            cure="Remove it by hand if it is not wanted.",
+        )
+    return Splice(node.start, node.end, format_word(value))
+
+
+def add_arguments(node: TextNode, new: NewKeys) -> Splice:
+    """Add options behind the first degree of parallelism."""
+    words = "".join(f" --{name} {format_word(value)}" for name, value in new.items())
+    return Splice(node.extra, node.extra, words)
 
 
 def scan_variables(text: str, origin: str, *, loose: bool = False) -> TextNode:
@@ -594,6 +670,9 @@ class _SbatchFormat(ConfigFormat):
         root.extra.variables = variables
         if root.items is not None and variables.items:
             root.items[ENV] = variables
+        arguments = scan_arguments(text, variables)
+        if root.items is not None and arguments is not None:
+            root.items[ARGS] = arguments
         return root
 
     def replace(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
@@ -603,11 +682,15 @@ class _SbatchFormat(ConfigFormat):
                 found="this option takes no value",
                 cure="Remove it by hand if it is not wanted.",
             )
+        if node.style == "reference":
+            return [replace_argument(page, node, value)]
         if node.style in ("count", "one"):
             return [Splice(node.start, node.end, f":{value}" if node.style == "one" else str(value))]
         return [replace_word(page, node, value)]
 
     def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
+        if path == (ARGS,):
+            return [add_arguments(node, new)]
         if path == (ENV,):
             return [add_variables(page, path, node, new)]
         if path:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trimtab.configs.degrees import lint_config
 from trimtab.configs.interpret import ConfigWarning, FoundKey, Reading, interpret_config, make_setting
 from trimtab.configs.plan_edits import make_exact
 from trimtab.configs.targets import find_place
 from trimtab.errors import JobFailed, NothingFits, TrimtabError, UnknownName
+from trimtab.jobs.model_sizes import read_job_sizes
+from trimtab.planner.degrees import ClusterShape, DegreeFinding
 from trimtab.spec import Noun, Setting
 from trimtab.strategies import STRATEGIES
 from trimtab.units import format_bytes, format_duration
@@ -62,6 +65,8 @@ class Display(Noun, frozen=True, kw_only=True):
     seq: int | None = None
     """Tokens of one sample, where a key or the framework's default says it."""
     stages: tuple[ShownStage, ...]
+    degrees: tuple[DegreeFinding, ...] = ()
+    """What is illegal or unwise about the degrees of parallelism, the errors first."""
     said: tuple[str, ...] = ()
     """Everything there is to say, the warnings included."""
     warnings: tuple[ConfigWarning, ...] = ()
@@ -125,10 +130,11 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
     seer: JobEstimator | None,
     no_device: bool = False,
     sought: str = "",
+    shape: ClusterShape | None = None,
 ) -> Display:
     """Describe the config, with an estimate for every stage if there is an estimator.
 
-    `sought` says where the model's folder was looked for and not found.
+    `sought` says where the model's folder was looked for and not found. `shape` is the cluster.
     """
     opened = layout.main
     entries = opened.document.entries() if opened else []
@@ -136,6 +142,9 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
     assumed = {name: word for name, word in target.subject.assumes.items() if name not in reading.facts}
     reading = reading.replace(facts=reading.facts | assumed)
     setting = make_setting(reading, gpus=gpus or 1)
+    sizes = read_job_sizes(job or "", {})
+    shape = shape or ClusterShape()
+    findings = lint_config(opened.site, entries, reading, sizes, shape) if opened else []
     root = opened.site.root if opened else ()
     options = read_options(target.subject, root, entries)
     seq = reading.number("seq")
@@ -153,6 +162,9 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
     if sought:
         notes.append(f"The model was not found: {sought}. Name it with --job hf:FOLDER for memory and time.")
     notes += [warning.text for warning in reading.warnings]
+    if seer is not None and (split := _name_split(reading)):
+        notes.append(f"Memory and time are not estimated: show estimates configs without {split}.")
+        seer = None
     file = str(opened.file) if opened else layout.stages[0][0].file
     plain = [
         ShownStage(
@@ -173,10 +185,20 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
         found=reading.found,
         global_batch=reading.number("global_batch"),
         seq=seq,
+        degrees=tuple(findings),
         stages=tuple(shown),
         said=tuple(dict.fromkeys(notes)),
         warnings=tuple(warning.replace(file=file) for warning in reading.warnings),
     )
+
+
+def _name_split(reading: Reading) -> str:
+    """Return the degrees by which a config splits the model, in words; empty if it does not."""
+    degrees = {"tensor": "tp", "context": "cp", "pp": "pp", "expert": "ep"}
+    split = [
+        f"{name}={count}" for field, name in degrees.items() if (count := reading.number(field) or 1) > 1
+    ]
+    return " and ".join(split)
 
 
 def _note_unknown(reading: Reading, target: ConfigTarget, gpus: int | None) -> list[str]:

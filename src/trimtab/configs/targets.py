@@ -56,19 +56,24 @@ COUNTS = (
     "gpus",
     "gpus_per_node",
     "nodes",
+    "data_parallel",
     "dp_replicate",
     "dp_shard",
     "pp",
     "tensor",
     "context",
+    "expert",
+    "virtual_stages",
     "workers",
     "seq",
 )
 """Fields that are whole numbers.
 
+data_parallel: ranks that split the global batch
 rank_batch: samples of one rank in an optimizer step
 round_batch: samples of all ranks in one forward pass
-tensor, context: ways that other axes split the model, which no plan does
+tensor, context, expert: ranks of tensor, context and expert parallelism
+virtual_stages: parts of the model on each pipeline rank
 seq: tokens of one sample, where the plan's job has such a length
 """
 BOTH = f"{Offload.PARAMS},{Offload.OPTIMIZER}"
@@ -288,6 +293,15 @@ class StageFormat(Noun, frozen=True, kw_only=True):
     """What to say where a stage gets keys of its own."""
 
 
+class Flavor(Noun, frozen=True, kw_only=True):
+    """A model that a config names, with its sizes."""
+
+    when: dict[str, tuple[Any, ...]]
+    """The keys that name it, as for a knob."""
+    sizes: dict[str, int]
+    """Sizes by their names in `trimtab.jobs.model_sizes`."""
+
+
 class ConfigTarget(Noun, frozen=True, kw_only=True):
     """A framework's config."""
 
@@ -311,6 +325,14 @@ class ConfigTarget(Noun, frozen=True, kw_only=True):
     launch: str = ""
     """How the number of devices is said where no key holds it; with {gpus}, {gpus_per_node} and {nodes}."""
     subject: Subject = Subject()
+    model: dict[str, tuple[str, ...]] = {}
+    """Keys of each size of the model, by its name in `trimtab.jobs.model_sizes`; also layers_per_stage and
+    stage_micro_batch, by which pipelines are cut."""
+    flavors: tuple[Flavor, ...] = ()
+    """Models that are known by name."""
+    rules: dict[str, dict[str, tuple[Any, ...]]] = {}
+    """What the framework requires of degrees (`trimtab.planner.degrees.FrameworkRules`): each rule holds
+    where these keys have one of these values, as for a knob; `{}`: always."""
     stage: StageFormat | None = None
     source: str = ""
     """Where the meaning of the keys is written down."""

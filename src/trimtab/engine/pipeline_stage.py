@@ -1,5 +1,6 @@
-"""Run one pipeline stage: keep some repeated blocks of the model, and replace the others by placeholders.
+"""Run pipeline stages: keep some repeated blocks of the model, and replace the others by placeholders.
 
+A rank may hold several stages. A forward pass runs one of them; the blocks of the others are then skipped.
 Every rank runs the job's own loss(). The placeholder just before a rank's own blocks returns the output of
 the previous stage. The placeholder just after them takes their output for the next stage and ends the pass.
 Everything outside the blocks exists on every rank and is computed where it is reached: by linearity, the
@@ -9,12 +10,14 @@ model whose blocks are not one chain is refused with the reason.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from trimtab.engine.build import find_repeated_blocks
+from trimtab.engine.weight_gradients import WeightGradients
 from trimtab.errors import JobFailed, WrongUse
 
 if TYPE_CHECKING:
@@ -45,32 +48,50 @@ class RemoteValue(torch.Tensor):
         )
 
 
+class BlockRange(NamedTuple):
+    """Blocks of one stage."""
+
+    first: int
+    stop: int
+    """Number of the first block after the stage."""
+
+
+class StageSchedule(NamedTuple):
+    """What the stages of a rank depend on, of a schedule."""
+
+    virtual_stages: int = 1
+    splits_backward: bool = False
+
+
 class BlockRelay:
     """Run the blocks of one stage inside loss(), and check that they form a chain.
 
     Every block must be called once, in order, with the output of the block before it.
     """
 
-    def __init__(  # noqa: PLR0913 - position of the stage
+    def __init__(  # noqa: PLR0913 - position of the rank
         self,
         *,
         name: str,
         count: int,
-        first: int,
-        stop: int,
+        stages: Sequence[BlockRange],
+        layers: tuple[int, ...],
         receive: Callable[[torch.Tensor], torch.Tensor],
         strict: bool = True,
     ) -> None:
-        """Set up the stage of blocks `first` to `stop`, out of `count`.
+        """Set up the stages of this rank, out of `count` blocks.
 
         `receive` takes a local tensor of the right shape and returns the output of the previous stage. If
         not `strict`, placeholders return their input, as tracing needs it.
         """
         self.name = name
         self.count = count
-        self.first = first
-        self.stop = stop
-        """Number of the first block after this stage."""
+        self.stages = tuple(stages)
+        """Blocks of each stage of this rank."""
+        self.layers = layers
+        """Number of blocks of each stage, on all ranks."""
+        self.first, self.stop = stages[0]
+        """The first block of the stage that runs now, and the first block after it."""
         self.receive = receive
         self._strict = strict
         self._next: int | None = None
@@ -80,11 +101,12 @@ class BlockRelay:
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
+        """Whether the stage that runs now computes the loss."""
         return self.stop == self.count
 
-    def run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a forward pass of this stage; return the loss in the last stage, else the output to send."""
+    def run(self, compute: Callable[[], torch.Tensor], stage: int = 0) -> torch.Tensor:
+        """Run a forward pass of a stage of this rank; return the loss in the last stage, else the output."""
+        self.first, self.stop = self.stages[stage]
         self._next = 0
         try:
             loss = compute()
@@ -98,16 +120,30 @@ class BlockRelay:
         return loss
 
     def install(self, blocks: nn.Module) -> list[nn.Module]:
-        """Replace the blocks of other stages by placeholders; return the replaced blocks."""
+        """Replace the blocks of other ranks by placeholders; return the replaced blocks."""
         dropped = []
         for number, (key, block) in enumerate(list(blocks.named_children())):
-            if self.first <= number < self.stop:
+            if any(first <= number < stop for first, stop in self.stages):
                 block.register_forward_pre_hook(self._make_pre_hook(number), with_kwargs=True)
                 block.register_forward_hook(self._make_post_hook(number))
+                if len(self.stages) > 1:
+                    self._skip_in_other_stages(block, number)
                 continue
             dropped.append(block)
             setattr(blocks, key, RemoteBlock(block, self._make_placeholder(number)))
         return dropped
+
+    def _skip_in_other_stages(self, block: Any, number: int) -> None:
+        """Let a block of this rank return its input while another stage runs, without calling any hook."""
+        skip = self._make_placeholder(number)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._next is None or self.first <= number < self.stop:
+                return block._call_impl(*args, **kwargs)
+            return skip(*args, **kwargs)
+
+        # nn.Module calls this instead of forward() and the hooks, as for compiled modules.
+        block.__dict__["_compiled_call_impl"] = call
 
     def _make_pre_hook(self, number: int) -> Callable[..., None]:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -273,39 +309,61 @@ def _fill_stages(costs: Sequence[int], last: int, stages: int, most: int) -> tup
     return [*places, len(costs)], left
 
 
-def keep_stage(
+def keep_stage(  # noqa: PLR0913 - position of the rank
     model: nn.Module,
     stage: int,
     stages: int,
     receive: Callable[[torch.Tensor], torch.Tensor],
     *,
+    virtual_stages: int = 1,
     strict: bool = True,
 ) -> tuple[BlockRelay, list[nn.Module]]:
-    """Keep the blocks of one stage in a model; return the relay and the removed blocks."""
+    """Keep the blocks of one rank in a model; return the relay and the removed blocks.
+
+    `stage` of `stages` is the position of the rank. With several virtual stages it has every `stages`-th
+    stage, beginning with that number.
+    """
     block_list = find_block_chain(model)
     costs = [count_weights(block) for block in block_list.blocks.children()]
-    if len(costs) < stages:
+    total = stages * virtual_stages
+    if len(costs) < total:
+        product = f" with {virtual_stages} virtual stages each" * (virtual_stages > 1)
         raise WrongUse(
-            f"strategy pipeline over {stages} ranks",
+            f"strategy pipeline over {stages} ranks{product}",
             found=f"{block_list.name or 'the model'} has {len(costs)} blocks, and a stage needs one at least",
-            cure=f"Use {len(costs)} ranks or fewer, or fsdp.",
+            cure=f"Use {max(1, len(costs) // virtual_stages)} ranks or fewer"
+            f"{', or fewer virtual stages' * (virtual_stages > 1)}, or fsdp.",
         )
-    places = split_stages(costs, count_head_weights(model, block_list), stages)
+    if virtual_stages > 1:
+        _refuse_running_statistics(model, block_list)
+    places = split_stages(costs, count_head_weights(model, block_list), total)
     relay = BlockRelay(
         name=block_list.name,
         count=len(costs),
-        first=places[stage],
-        stop=places[stage + 1],
+        stages=[BlockRange(*places[number : number + 2]) for number in range(stage, total, stages)],
+        layers=tuple(stop - first for first, stop in pairwise(places)),
         receive=receive,
         strict=strict,
     )
     return relay, relay.install(block_list.blocks)
 
 
-class TracedStage:
-    """One stage alone, for tracing: its inputs have the right shape and no values."""
+def _refuse_running_statistics(model: nn.Module, block_list: BlockList) -> None:
+    """Raise JobFailed if layers outside of the blocks count batches: each stage of a rank runs them."""
+    inside = {id(module) for module in block_list.blocks.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside and getattr(module, "track_running_stats", False):
+            raise _make_error(
+                f"{name} has running statistics outside of the blocks, and a rank with several stages would "
+                "update them several times",
+                "Use one virtual stage a rank.",
+            )
 
-    def __init__(self, model: nn.Module, stage: int, stages: int) -> None:
+
+class TracedStage:
+    """The stages of one rank alone, for tracing: inputs have the right shape and no values."""
+
+    def __init__(self, model: nn.Module, stage: int, stages: int, schedule: StageSchedule) -> None:
         block_list = find_block_chain(model)
         inside = {id(parameter) for parameter in block_list.blocks.parameters()}
         self.shared = sum(
@@ -315,20 +373,38 @@ class TracedStage:
         )
         """Trainable parameters outside of the blocks."""
         self.handed_bytes = 0
-        self._relay, self.dropped = keep_stage(model, stage, stages, self._receive, strict=False)
+        self._relay, self.dropped = keep_stage(
+            model, stage, stages, self._receive, virtual_stages=schedule.virtual_stages, strict=False
+        )
         self._needs_gradient = any(
             parameter.requires_grad for block in self.dropped for parameter in block.parameters()
         )
+        self.weight_gradients: WeightGradients | None = None
+        """Computes weight gradients after the backward pass; None if the backward pass does."""
+        self.note: Callable[[str], None] = _ignore_phase
+        """Called with the name of a phase that begins: weights, and then optimizer."""
+        if schedule.splits_backward:
+            self.weight_gradients = WeightGradients()
+            self.weight_gradients.install(model)
 
     @property
-    def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self._relay.is_last
+    def count(self) -> int:
+        """Number of stages of this rank."""
+        return len(self._relay.stages)
 
-    def run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Number of blocks of each stage, on all ranks."""
+        return self._relay.layers
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a stage of this rank computes the loss."""
+        return self._relay.stages[stage].stop == self._relay.count
+
+    def run(self, compute: Callable[[], torch.Tensor], stage: int = 0) -> torch.Tensor:
         """Run a forward pass; return the loss in the last stage, else the output to send."""
-        output = self._relay.run(compute)
-        if not self.is_last:
+        output = self._relay.run(compute, stage)
+        if not self.is_last(stage):
             self.handed_bytes = output.numel() * output.element_size()
         return output
 
@@ -336,6 +412,10 @@ class TracedStage:
         self.handed_bytes = local.numel() * local.element_size()
         received = torch.empty_like(local.detach())
         return received.requires_grad_(self._needs_gradient or local.requires_grad)
+
+
+def _ignore_phase(_: str) -> None:
+    """Record nothing."""
 
 
 def _make_remote_value(local: torch.Tensor) -> RemoteValue:

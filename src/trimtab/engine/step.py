@@ -7,6 +7,7 @@ use both. Training uses `arrange_model` and builds its step from the same functi
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from trimtab.engine.tensor_parallel import gather_loss
 from trimtab.engine.tensor_plan import find_tensor_plan
 from trimtab.engine.tensor_rules import refuse_tensor_split
 from trimtab.engine.update_phases import GradientSwitch, UpdatePhase, group_by_loss, list_parameters
+from trimtab.engine.weight_gradients import flush_weight_gradients
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.jobs.job import list_whole_model_members, loss_function
 from trimtab.spec import Offload
@@ -102,7 +104,7 @@ class PreparedJob(ArrangedModel):
     branch: str = ""
     """Branch that this rank computes; empty: all branches."""
     stage: TracedStage | None = None
-    """Pipeline stage of this rank, if it has one."""
+    """Pipeline stages of this rank, if it has some."""
     compiling: CompileSwitch | None = None
     after_step: Callable[[nn.Module], Any] | None = None
     """The job's after_step(), called after every update; None if it has none."""
@@ -138,10 +140,11 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
     stages: list[TracedStage] = []
 
     def install_stage(model: nn.Module) -> None:
-        from trimtab.engine.pipeline_stage import TracedStage
+        from trimtab.engine.pipeline_stage import StageSchedule, TracedStage
 
         assert stage is not None  # noqa: S101 - called only with a stage
-        stages.append(TracedStage(model, stage, setting.mesh.pp))
+        schedule = StageSchedule(setting.virtual_stages, setting.schedule.splits_backward)
+        stages.append(TracedStage(model, stage, setting.mesh.pp, schedule))
 
     arranged = arrange_model(
         model,
@@ -424,19 +427,19 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
 
 
 def compute_loss(
-    state: PreparedJob, batch: Any, own: Callable[[Any, Any], Any] | None = None
+    state: PreparedJob, batch: Any, own: Callable[[Any, Any], Any] | None = None, stage: int = 0
 ) -> torch.Tensor:
     """Compute the loss of one micro-batch; for a pipeline stage but the last, its output.
 
-    `own` is the loss of an optimizer, by default the job's loss.
+    `own` is the loss of an optimizer, by default the job's loss. `stage` is one of the stages of this rank.
     """
     half = autocast_dtype(state.setting)
     with check_calls(state.context), torch.autocast(state.device, dtype=half, enabled=half is not None):
         if state.branch:
             loss = compute_branch_loss(state.job, state.model, batch, state.branch)
         elif state.stage is not None:
-            loss = state.stage.run(lambda: state.job.loss(state.model, batch))
-            if not state.stage.is_last:
+            loss = state.stage.run(lambda: state.job.loss(state.model, batch), stage)
+            if not state.stage.is_last(stage):
                 # This is the input of the next stage, not a loss.
                 return loss
         elif samples := count_cached_samples(state.job, state.setting.micro_batch, state.setting.gpus):
@@ -485,6 +488,9 @@ def _run_phase(
     phase.gradients.start_attempt()
     losses = []
     for number, batch in enumerate(batches):
+        if state.stage is not None:
+            losses.append(_run_stages(state, state.stage, phase, batch, scale / count, between=between))
+            continue
         phase.gradients.prepare_micro_batch(number, count)
         if state.compiling is not None:
             state.compiling.prepare_for(state.setting.micro_batch, state.setting.micro_batch)
@@ -503,12 +509,41 @@ def _run_phase(
     return losses[0] if count == 1 else torch.stack(losses).mean()
 
 
-def _backward(state: PreparedJob, loss: torch.Tensor, weight: float) -> None:
-    if state.stage is not None and not state.stage.is_last:
+def _backward(state: PreparedJob, loss: torch.Tensor, weight: float, stage: int = 0) -> None:
+    if state.stage is not None and not state.stage.is_last(stage):
         # The gradient comes from the next stage, in its own memory.
         loss.backward(torch.empty_like(loss))
     else:
         (loss if weight == 1.0 else loss * weight).backward()
+
+
+def _run_stages(  # noqa: PLR0913 - as _run_phase(), and the stages
+    state: PreparedJob,
+    stages: TracedStage,
+    phase: UpdatePhase,
+    batch: Any,
+    weight: float,
+    *,
+    between: Callable[[], None] | None,
+) -> torch.Tensor:
+    """Run one micro-batch through all stages of this rank, there and back; return the last output."""
+    outputs = [compute_loss(state, batch, phase.loss, stage) for stage in range(stages.count)]
+    last = outputs[-1].detach()
+    if between is not None:
+        between()
+    with contextlib.ExitStack() as stack:
+        split = stages.weight_gradients
+        products = None if split is None else stack.enter_context(split.collect())
+        for stage in reversed(range(stages.count)):
+            # Only the last backward pass completes the gradients, and sends them.
+            phase.gradients.prepare_micro_batch(0, 1 if products is None and stage == 0 else 2)
+            _backward(state, outputs.pop(), weight, stage)
+    if products is not None:
+        phase.gradients.prepare_micro_batch(0, 1)
+        stages.note("weights")
+        flush_weight_gradients(products)
+        stages.note("optimizer")
+    return last
 
 
 def update_weights(state: PreparedJob, phase: UpdatePhase, scale: float, clip: float | None) -> None:

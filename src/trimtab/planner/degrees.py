@@ -297,7 +297,6 @@ def _check_tensor(
         "KV heads": None if copied else kv,
         "columns of hidden width": sizes.hidden,
         "columns of feed-forward width": sizes.intermediate,
-        "columns of expert width": sizes.expert_intermediate,
     }
     known = {what: count for what, count in counts.items() if count}
     uneven = [f"{count:,} {what}" for what, count in known.items() if count % tp]

@@ -63,7 +63,7 @@ def compute_step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibrat
     speed = find_speed(layout.device, own)
     if speed is None or not trace.sequence:
         return None
-    links = communication.find_links(layout.cluster, setting.gpus)
+    links = communication.find_links(layout.cluster, setting.gpus, own)
     return step_time.estimate_step(
         trace,
         setting,
@@ -566,7 +566,9 @@ class TraceEstimator:
                 for link in layout.cluster.links
             )
             host = tuple((node.ram_bytes, node.cpu_cores) for node in layout.cluster.nodes)
-            self.names[layout] = f"{strip_device(layout.device).fingerprint()} {nodes} {links} {host}"
+            measured = tuple(map(make_key, layout.cluster.collectives))
+            name = f"{strip_device(layout.device).fingerprint()} {nodes} {links} {host}"
+            self.names[layout] = f"{name} {measured}" if measured else name
         is_direct = strategy_of(setting).is_sharded and setting.mesh.dp_shard in self.direct
         direct = " direct" if is_direct else ""
         return f"{self.names[layout]} {setting_key(setting)}{direct}"

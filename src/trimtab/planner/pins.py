@@ -19,6 +19,7 @@ from trimtab.spec import (
     OptimizerRule,
     Precision,
     Recompute,
+    Schedule,
     Setting,
     Strategy,
 )
@@ -42,8 +43,16 @@ CHOICES: dict[str, Any] = {
     "cp_method": ContextMethod,
     "optimizer": (*OptimizerImplementation, *OptimizerRule),
     "allocator": Allocator,
+    "schedule": Schedule,
 }
-COUNTS = {"gpus": 1, "data_parallel": 1, "micro_batch": 1, "accumulation": 1, "workers": 0}
+COUNTS = {
+    "gpus": 1,
+    "data_parallel": 1,
+    "micro_batch": 1,
+    "accumulation": 1,
+    "workers": 0,
+    "virtual_stages": 1,
+}
 COUNTS |= dict.fromkeys(DEGREES, 1)
 """Whole numbers with their minimum."""
 SWITCHES = ("compile", "sync_batchnorm", "optimizer_in_backward")
@@ -96,7 +105,40 @@ def read_ways(pins: Mapping[str, Any]) -> dict[str, Any]:
         ways[OFFLOAD] = read_offload(str(pins[OFFLOAD]))
     if IN_BACKWARD in pins:
         ways[IN_BACKWARD] = BOOLEANS[str(pins[IN_BACKWARD]).lower()]
-    return ways | read_optimizer(str(pins.get("optimizer") or ""))
+    return ways | read_optimizer(str(pins.get("optimizer") or "")) | read_schedule(pins)
+
+
+def read_schedule(pins: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Setting for the pins of a pipeline; empty if none is pinned.
+
+    Several virtual stages without a schedule are interleaved-1f1b; interleaved-1f1b without a number of them
+    has two.
+
+    >>> read_schedule({"virtual_stages": 3})
+    {'schedule': <Schedule.INTERLEAVED: 'interleaved-1f1b'>, 'virtual_stages': 3}
+    """
+    stages = pins.get("virtual_stages")
+    if "schedule" in pins:
+        schedule = Schedule(pins["schedule"])
+    elif stages is not None and stages > 1:
+        schedule = Schedule.INTERLEAVED
+    else:
+        return {}
+    fewest = 2 if schedule is Schedule.INTERLEAVED else 1
+    return {"schedule": schedule, "virtual_stages": int(stages or fewest)}
+
+
+def _check_schedule(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the pins that contradict a pinned schedule."""
+    ways = read_schedule(pins)
+    if not ways:
+        return []
+    schedule, stages = ways["schedule"], ways["virtual_stages"]
+    wrong = [(why, "pin another schedule") for why in schedule.check_virtual_stages(stages)]
+    strategy = STRATEGIES.get(str(pins.get("strategy")))
+    if strategy is not None and not strategy.has_schedule and schedule is not Schedule.ONE_F_ONE_B:
+        wrong.append((f"schedule={schedule} with strategy={strategy.word}", "pin strategy=pipeline"))
+    return wrong
 
 
 def has_budget(pins: Mapping[str, Any]) -> bool:
@@ -265,7 +307,7 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
         wrong.append(
             (f"cp={pins['cp']} with compile=true: {CONTEXT_NOT_COMPILED}", "leave one of the two out")
         )
-    wrong += _check_in_backward(pins, workload)
+    wrong += _check_in_backward(pins, workload) + _check_schedule(pins)
     return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)
 
 

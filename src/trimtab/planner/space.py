@@ -32,6 +32,7 @@ from trimtab.spec import (
     RankPlacement,
     Recompute,
     Rejection,
+    Schedule,
     Setting,
     Strategy,
 )
@@ -462,10 +463,12 @@ def _list_families(
         in_backward = bool(ways_of_pins.get(IN_BACKWARD))
         refused = refused or _explain_in_backward(strategy, mesh, precision, in_backward=in_backward)
         refused = refused or _explain_offload(strategy, layout.gpus, pins)
+        refused = refused or _explain_pinned_schedule(strategy, ways_of_pins)
         if refused:
             refusals.add(refused, ways)
             continue
         members = _list_family_splits(workload, mesh, policy, refusals, ways)
+        members = _list_scheduled(workload, strategy, mesh, members, ways_of_pins, refusals)
         if not members:
             refusals.add(
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
@@ -540,6 +543,43 @@ def _explain_offload(strategy: Strategy, gpus: int, pins: Mapping[str, Any]) -> 
     """Return why a strategy cannot offload what is pinned; empty if it can."""
     refusal = find_refusal(STRATEGIES[strategy], gpus, read_offload(str(pins.get("offload") or "none")))
     return "" if refusal is None else f"{strategy} with offload={pins['offload']}: {refusal.found}"
+
+
+def _explain_pinned_schedule(strategy: Strategy, ways: Mapping[str, Any]) -> str:
+    """Return why a strategy cannot have a pinned schedule; empty if it can, or none is pinned."""
+    schedule = ways.get("schedule", Schedule.ONE_F_ONE_B)
+    if schedule is Schedule.ONE_F_ONE_B or STRATEGIES[strategy].has_schedule:
+        return ""
+    return f"the pin schedule={schedule}, which is for pipelines"
+
+
+def _list_scheduled(  # noqa: PLR0913, PLR0917 - parts of a setting, and the refusals
+    workload: Workload,
+    strategy: Strategy,
+    mesh: Mesh,
+    splits: list[BatchSplit],
+    ways: Mapping[str, Any],
+    refusals: _Refusals,
+) -> list[BatchSplit]:
+    """Return the splits that a pinned schedule can have; note the others with their reason."""
+    if not STRATEGIES[strategy].has_schedule or "schedule" not in ways:
+        return splits
+    legal = []
+    for split in splits:
+        setting = Setting(
+            strategy=strategy,
+            mesh=mesh,
+            micro_batch=split[0],
+            accumulation=split[1],
+            global_batch=workload.global_batch,
+            schedule=ways["schedule"],
+            virtual_stages=ways["virtual_stages"],
+        )
+        if why := STRATEGIES[strategy].explain_illegal(setting):
+            refusals.add(why, 1)
+        else:
+            legal.append(split)
+    return legal
 
 
 def _list_compiles(pins: Mapping[str, Any]) -> list[bool]:

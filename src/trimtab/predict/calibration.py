@@ -58,6 +58,8 @@ def find_speed(device: Device, own: Calibration | None = None) -> Speed | None:
     target = op_time.device_rates(device)
     if target is None:
         return None
+    # `calibrate --links` alone measures no operation.
+    own = own if own is not None and own.works else None
     same_kind = next((entry for entry in shipped_calibrations() if entry.device == device.kind), None)
     chosen = own or same_kind or shipped_calibrations()[0]
     # A calibration of a whole GPU does not cover its slices: a slice runs at its own peaks, as efficiently.

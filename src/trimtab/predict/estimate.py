@@ -12,7 +12,16 @@ from trimtab.predict.calibration import find_speed
 from trimtab.predict.host_link import find_host_link
 from trimtab.predict.host_memory import estimate_host, list_host_assumptions
 from trimtab.predict.memory import MemoryPeaks, estimate_memory
-from trimtab.spec import Allocator, Band, ContextMethod, Estimate, MfuReference, Recompute, StepTime
+from trimtab.spec import (
+    Allocator,
+    Band,
+    ContextMethod,
+    Estimate,
+    MfuReference,
+    PipelineEstimate,
+    Recompute,
+    StepTime,
+)
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT16
 from trimtab.strategies import strategy_of
 from trimtab.units import MIB, format_bytes
@@ -120,7 +129,7 @@ def estimate_trace(  # noqa: PLR0913 - a setting, and the device that it runs on
     The cluster gives the links between devices: without it, a setting of several devices has no step time.
     """
     facts = facts_of(device)
-    peaks, rank_notes = _find_largest_rank(trace, setting, facts.memory)
+    peaks, fullest, rank_notes = _find_largest_rank(trace, setting, facts.memory)
     capacity = device.free_bytes if device.free_bytes is not None else device.memory_bytes
     band = peaks.band
     if fusing:
@@ -139,6 +148,8 @@ def estimate_trace(  # noqa: PLR0913 - a setting, and the device that it runs on
             gradients_bytes=peaks.gradients_bytes,
             band=band,
             host=host,
+            fullest_rank=fullest,
+            pipeline=_describe_pipeline(trace, setting, timed),
             **timed,
             assumptions=(
                 *trace.assumptions,
@@ -157,15 +168,31 @@ def estimate_trace(  # noqa: PLR0913 - a setting, and the device that it runs on
     )
 
 
-def _find_largest_rank(trace: Trace, setting: Setting, facts: MemoryFacts) -> tuple[MemoryPeaks, list[str]]:
-    """Return the memory of the kind of rank that needs most, and a note that names it."""
+def _describe_pipeline(trace: Trace, setting: Setting, timed: dict[str, Any]) -> PipelineEstimate | None:
+    """Return the stages of a pipeline; None for another strategy, or a trace without them."""
+    strategy = strategy_of(setting)
+    if not strategy.has_schedule or not trace.stage_layers:
+        return None
+    return PipelineEstimate(
+        layers=trace.stage_layers,
+        held_micro_batches=tuple(
+            strategy.held_micro_batches(setting, rank) for rank in range(setting.mesh.pp)
+        ),
+        bubble_share=timed["step_time"].bubble_s / timed["step_s"] if timed else None,
+    )
+
+
+def _find_largest_rank(
+    trace: Trace, setting: Setting, facts: MemoryFacts
+) -> tuple[MemoryPeaks, str, list[str]]:
+    """Return the memory of the kind of rank that needs most, its name, and a note on it."""
     peaks = [estimate_rank_memory(rank, setting, facts)[0] for rank in trace.ranks]
     most = max(range(len(peaks)), key=lambda number: peaks[number].band.high_bytes)
     if not trace.beside:
-        return peaks[most], []
+        return peaks[most], "", []
     others = ", ".join(rank.rank for number, rank in enumerate(trace.ranks) if number != most)
     named = f"the ranks of {trace.ranks[most].rank} hold most and are the ones estimated"
-    return peaks[most], [f"{named}; those of {others} hold less"]
+    return peaks[most], trace.ranks[most].rank, [f"{named}; those of {others} hold less"]
 
 
 def estimate_rank_memory(
@@ -185,9 +212,9 @@ def estimate_rank_memory(
 def add_in_flight(peaks: MemoryPeaks, trace: Trace, setting: Setting, facts: MemoryFacts) -> MemoryPeaks:
     """Add the micro-batches that a rank of a pipeline holds at the same time."""
     more = strategy_of(setting).held_micro_batches(setting, trace.part) - 1
-    if more < 1:
+    if more <= 0:
         return peaks
-    kept, inputs = more * trace.kept_bytes, more * peaks.parts.inputs
+    kept, inputs = round(more * trace.kept_bytes), round(more * peaks.parts.inputs)
     size = kept + inputs
     parts = peaks.parts
     return replace(
@@ -263,7 +290,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     if pace is None or not trace.sequence or (cluster is None and not alone):
         return {}, []
     among = (
-        communication.find_links(cluster, setting.gpus)
+        communication.find_links(cluster, setting.gpus, calibration)
         if cluster is not None
         else communication.Links(1.0, 1.0, 1, 1)
     )
@@ -284,8 +311,8 @@ def _estimate_time(  # noqa: PLR0913 - as above
     notes += strategy_of(setting).time_assumptions
     if setting.mesh.cp > 1:
         notes.append(CONTEXT_NOTES[setting.cp_method])
-    if not alone:
-        notes.append("time: collectives by the bandwidth of the links, not measured")
+    if not alone and cluster is not None:
+        notes.append(communication.describe_collectives(cluster, calibration))
     if not (alone and pace.own) and (doubt := warn_high_mfu(mfu, usual)):
         notes.append(doubt)
     if cluster is not None and (network := communication.describe_network(cluster, setting.gpus)):
@@ -345,7 +372,8 @@ def mix_times(none: Estimate, full: Estimate, share: float) -> dict[str, Any]:
 def _describe_offload(trace: Trace, setting: Setting) -> list[str]:
     """Return a note on the memory of the host that activations take."""
     most = max(
-        rank.host_bytes * strategy_of(setting).held_micro_batches(setting, rank.part) for rank in trace.ranks
+        round(rank.host_bytes * strategy_of(setting).held_micro_batches(setting, rank.part))
+        for rank in trace.ranks
     )
     if not most:
         return []

@@ -37,7 +37,8 @@ def estimate_host(trace: Trace, setting: Setting, cluster: Cluster | None) -> Ho
     per_node = min(setting.gpus, max((len(node.devices) for node in nodes), default=setting.gpus) or 1)
     count_micro_batches = strategy_of(setting).held_micro_batches
     blocks = [
-        rank.pinned_bytes + count_micro_batches(setting, rank.part) * rank.host_bytes for rank in trace.ranks
+        rank.pinned_bytes + round(count_micro_batches(setting, rank.part) * rank.host_bytes)
+        for rank in trace.ranks
     ]
     pinned = max(blocks)
     checkpoint = max(_count_checkpoint_bytes(rank, setting) for rank in trace.ranks)

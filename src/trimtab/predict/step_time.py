@@ -21,7 +21,8 @@ from trimtab.spec import ContextMethod, Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
 from trimtab.spec.trace import CONTEXT, GRAPH_ENTER, GRAPH_LEAVE, SHARDED, UPDATE_CALL, WRAPPED
 from trimtab.strategies import strategy_of
-from trimtab.strategies.base import Traffic
+from trimtab.strategies.base import PassTimes, Traffic
+from trimtab.strategies.pipeline import find_layers, find_shape
 
 if TYPE_CHECKING:
     from trimtab.catalog.facts import DeviceFacts, StepFacts
@@ -236,9 +237,19 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
             hidden_backward_s=hidden * single.backward_s,
         )
         steps.append(step._replace(offload_s=rounds * copied if added is None else added))
-        passes.append(single.again_s)
+        passes.append(_split_pass(rank, single))
     slowest = max(range(len(steps)), key=lambda number: steps[number].total_s)
-    return steps[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))
+    step = steps[slowest]
+    waits = strategy_of(setting).find_waits(setting, passes, slowest, links)
+    return step._replace(bubble_s=waits.bubble_s, communication_s=step.communication_s + waits.sends_s)
+
+
+def _split_pass(trace: Trace, single: SingleDeviceStep) -> PassTimes:
+    """Divide the time of one more pass into its parts, by the time of the device."""
+    busy = single.forward_s + single.backward_s
+    each = single.again_s / busy if busy else 0.0
+    input_s = single.backward_s - single.weight_s
+    return PassTimes(trace, each * single.forward_s, each * input_s, each * single.weight_s)
 
 
 def count_rounds(trace: Trace, setting: Setting) -> int:
@@ -284,14 +295,17 @@ class SingleDeviceStep(NamedTuple):
     again_device_s: float
     forward_s: float
     backward_s: float
+    weight_s: float
+    """Part of the backward pass: weight gradients that are computed after the rest of it."""
     arithmetic_once_s: float
     arithmetic_s: float
 
 
-def _backward_bounds(trace: Trace) -> tuple[int, int]:
-    """Return where the backward pass begins and ends."""
+def _backward_bounds(trace: Trace) -> tuple[int, int, int]:
+    """Return where the backward pass begins, where weight gradients that come after it do, and its end."""
     length = len(trace.sequence)
-    return trace.phases.get("backward", length), trace.phases.get("optimizer", length)
+    end = trace.phases.get("optimizer", length)
+    return trace.phases.get("backward", length), trace.phases.get("weights", end), end
 
 
 _FUSED: MemoryCache[Trace] = MemoryCache(max_entries=64)
@@ -314,7 +328,7 @@ def _fuse_cached(trace: Trace, setting: Setting, pace: Pace) -> Trace:
 def _time_single_device(  # noqa: PLR0913, PLR0917 - the cache key
     works: tuple[Work, ...],
     sequence: tuple[int, ...],
-    bounds: tuple[int, int],
+    bounds: tuple[int, int, int],
     pace: Pace,
     host: HostCosts,
     how: tuple[bool, bool],
@@ -324,7 +338,7 @@ def _time_single_device(  # noqa: PLR0913, PLR0917 - the cache key
 
     `sums` are the sizes of the gradients that a further pass adds to; None if there is no further pass.
     """
-    begin, end = bounds
+    begin, weights, end = bounds
     compiled, selective = how
     every = [works[number] for number in sequence]
     backward = range(begin, end)
@@ -343,6 +357,7 @@ def _time_single_device(  # noqa: PLR0913, PLR0917 - the cache key
         again_device_s=again_device_s,
         forward_s=sum(device_s[number] for number in sequence[:begin]),
         backward_s=sum(device_s[number] for number in sequence[begin:end]),
+        weight_s=sum(device_s[number] for number in sequence[weights:end]),
         arithmetic_once_s=arithmetic,
         arithmetic_s=arithmetic + sum(computed[number] for number in sequence[end:]),
     )
@@ -373,14 +388,22 @@ def device_flops(trace: Trace, setting: Setting) -> float:
     """Return the mean FLOPs of an optimizer step per device."""
     mesh = setting.mesh
     if mesh.pp > 1:
-        first, last = (model_flops(rank) for rank in (trace.ranks[0], trace.ranks[-1]))
-        return ((mesh.pp - 1) * first + last) / mesh.pp * setting.accumulation
+        return _pipeline_flops(trace, setting) / mesh.pp * setting.accumulation
     if not trace.beside:
         return model_flops(trace) * setting.accumulation
     ranks = mesh.branch_ranks
     return sum(
         model_flops(rank) * count_rounds(rank, setting) * ranks[rank.part] for rank in trace.ranks
     ) / sum(ranks)
+
+
+def _pipeline_flops(trace: Trace, setting: Setting) -> float:
+    """Return the FLOPs of a micro-batch on all ranks of a pipeline; between first and last by layers."""
+    first, last = model_flops(trace.ranks[0]), model_flops(trace.ranks[-1])
+    shape = find_shape(setting)
+    layers = find_layers(trace, shape)
+    counts = [sum(layers[stage] for stage in shape.stages_of(rank)) for rank in range(shape.ranks)]
+    return first * sum(counts[:-1]) / counts[0] + last
 
 
 def gradient_bytes(trace: Trace, setting: Setting) -> int:

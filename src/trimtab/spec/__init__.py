@@ -2,8 +2,17 @@
 
 from trimtab.spec.base import Noun
 from trimtab.spec.base_format import BaseFormat, BaseStorage
-from trimtab.spec.calibration import Calibration
-from trimtab.spec.estimate import Band, Estimate, Footprint, HostMemory, MfuReference, StepTime, Verdict
+from trimtab.spec.calibration import Calibration, CollectiveTimes
+from trimtab.spec.estimate import (
+    Band,
+    Estimate,
+    Footprint,
+    HostMemory,
+    MfuReference,
+    PipelineEstimate,
+    StepTime,
+    Verdict,
+)
 from trimtab.spec.finding import Finding, Severity
 from trimtab.spec.hardware import (
     Cluster,
@@ -53,6 +62,7 @@ from trimtab.spec.run import (
     WatchedRun,
     WatchSample,
 )
+from trimtab.spec.schedule import Schedule
 from trimtab.spec.script import PhasePeak, ScriptChange, ScriptCommand, ScriptFact, ScriptPlan, ScriptReport
 from trimtab.spec.setting import (
     Allocator,
@@ -83,6 +93,7 @@ __all__ = [
     "Calibration",
     "Candidate",
     "Cluster",
+    "CollectiveTimes",
     "Comparison",
     "ContextMethod",
     "Device",
@@ -115,6 +126,7 @@ __all__ = [
     "OptimizerStates",
     "Peaks",
     "PhasePeak",
+    "PipelineEstimate",
     "Plan",
     "PlannedStage",
     "Policy",
@@ -126,6 +138,7 @@ __all__ = [
     "Recompute",
     "RecomputeWay",
     "Rejection",
+    "Schedule",
     "Scheduler",
     "ScriptChange",
     "ScriptCommand",

@@ -68,6 +68,24 @@ class StepTime(Noun, frozen=True, kw_only=True):
         return check_minimum(0, **{part: getattr(self, part) for part in self.__struct_fields__})
 
 
+class PipelineEstimate(Noun, frozen=True, kw_only=True):
+    """How a pipeline divides the layers, and what its schedule makes of them."""
+
+    layers: tuple[int, ...]
+    """Layers of each stage; with v virtual stages, rank r has the stages r, r + ranks, and so on."""
+    held_micro_batches: tuple[float, ...]
+    """The most micro-batches whose activations each rank holds at a time."""
+    bubble_share: float | None = None
+    """Share of the step in which the slowest rank waits for others that compute; None without a step time."""
+
+    def faults(self) -> list[str]:
+        """Check that there are layers and ranks, and that the share is one."""
+        wrong = check_minimum(0, bubble_share=self.bubble_share)
+        if not self.layers or not self.held_micro_batches or len(self.layers) % len(self.held_micro_batches):
+            wrong.append("the stages are no multiple of the ranks")
+        return wrong
+
+
 class HostMemory(Noun, frozen=True, kw_only=True):
     """Predicted memory of the host for a job that offloads."""
 
@@ -172,6 +190,10 @@ class Estimate(Noun, frozen=True, kw_only=True):
     band: Band
     host: HostMemory | None = None
     """Memory of the host; None for a job that offloads nothing."""
+    fullest_rank: str = ""
+    """The ranks that need most memory, and that this estimate is of; empty if all ranks need the same."""
+    pipeline: PipelineEstimate | None = None
+    """Stages of a pipeline; None for other strategies."""
     step_s: float | None = None
     step_time: StepTime | None = None
     samples_per_s: float | None = None

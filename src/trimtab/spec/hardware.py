@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from trimtab.spec.base import Noun, check_minimum, check_sources
+from trimtab.spec.calibration import CollectiveTimes
 from trimtab.spec.finding import Finding
 
 if TYPE_CHECKING:
@@ -189,14 +190,27 @@ class Link(Noun, frozen=True, kw_only=True):
     total_bytes_per_s: float | None = None
     """One-way bandwidth from one device to all others at once. Through a switch or a bus it equals the
     bandwidth of a pair; with direct links between devices it is more. None if unknown."""
+    latency_s: float | None = None
+    """Latency between two nodes, one way; None if nobody stated it."""
+    rails: bool | None = None
+    """Whether GPU i of every node has its port on the same switch; None if nobody stated it."""
+    oversubscription: float | None = None
+    """How much more bandwidth nodes have than the switches that join their switches; None if not stated."""
+    nvlink_domain: int | None = None
+    """GPUs that NVLink joins, where that is more than a node has, as in NVL72; None otherwise."""
     source: str
     """How the link is known, as in `sources` of a device."""
 
     def faults(self) -> list[str]:
         """Check that a link within a node connects at least two devices."""
         wrong = check_minimum(
-            1, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, total_bytes_per_s=self.total_bytes_per_s
+            1,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            total_bytes_per_s=self.total_bytes_per_s,
+            oversubscription=self.oversubscription,
+            nvlink_domain=self.nvlink_domain,
         )
+        wrong += check_minimum(0, latency_s=self.latency_s)
         if (self.node is None) != (not self.devices):
             wrong.append("a link has a node and devices, or neither")
         if self.devices and len(set(self.devices)) < 2:  # noqa: PLR2004 - two ends
@@ -294,6 +308,8 @@ class Cluster(Noun, frozen=True, kw_only=True):
     links: tuple[Link, ...] = ()
     scheduler: Scheduler = Scheduler()
     versions: Versions = Versions()
+    collectives: tuple[CollectiveTimes, ...] = ()
+    """Collectives that were measured on such links, as `--network FILE` states them."""
     notes: tuple[str, ...] = ()
     """Assumptions and their reasons: 'H100 is taken as the SXM5 card'."""
     findings: tuple[Finding, ...] = ()

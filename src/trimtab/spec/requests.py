@@ -115,7 +115,8 @@ Devices = Annotated[
 Network = Annotated[
     str | None,
     option(
-        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes); "
+        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes), "
+        "and options: 400Gb/gpu,latency=5us,rails=yes,oversubscription=2,nvlink=72; "
         "default: what such nodes usually have.",
         metavar="BANDWIDTH",
     ),
@@ -222,6 +223,17 @@ ContextMethodName = Annotated[
 ]
 SyncBatchnorm = Annotated[
     bool, option("Compute BatchNorm statistics over a micro-batch of all GPUs together.")
+]
+ScheduleName = Annotated[
+    str,
+    option(
+        "Order of forward and backward passes in a pipeline: 1f1b, interleaved-1f1b (several stages on each "
+        "GPU) or zero-bubble (weight gradients computed while a GPU would wait)."
+    ),
+]
+VirtualStages = Annotated[
+    int | None,
+    option("Pipeline stages on each GPU; default: 2 with --schedule interleaved-1f1b, else 1."),
 ]
 RunFolder = Annotated[
     PathText | None,
@@ -377,6 +389,8 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     offload: OffloadWords = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: VirtualStages = None
     gpus: GpuCount = None
     tp: TensorParallel = 1
     cp: ContextParallel = 1

@@ -31,3 +31,15 @@ class Schedule(StrEnum):
     """The same, with several stages on every rank: shorter bubbles, more messages."""
     ZERO_BUBBLE = "zero-bubble", "InterleavedZeroBubble", (True, True)
     """Weight gradients are computed when a rank would wait for another."""
+
+    def check_virtual_stages(self, virtual_stages: int) -> list[str]:
+        """Return what is wrong with a number of stages on each rank.
+
+        >>> Schedule.ONE_F_ONE_B.check_virtual_stages(2)
+        ['schedule 1f1b has one stage a rank, and virtual_stages is 2']
+        """
+        if not self.is_looped and virtual_stages > 1:
+            return [f"schedule {self} has one stage a rank, and virtual_stages is {virtual_stages}"]
+        if self is Schedule.INTERLEAVED and virtual_stages == 1:
+            return [f"schedule {self} needs virtual_stages of 2 or more: with 1 it is {Schedule.ONE_F_ONE_B}"]
+        return []

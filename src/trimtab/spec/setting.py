@@ -10,6 +10,7 @@ from trimtab.spec.base import Noun, check_minimum
 from trimtab.spec.base_format import BaseFormat
 from trimtab.spec.optimizer_rule import OptimizerRule
 from trimtab.spec.precision import Dtypes, Precision
+from trimtab.spec.schedule import Schedule
 
 
 class RecomputeWay(Noun, frozen=True, kw_only=True):
@@ -306,6 +307,10 @@ class Setting(Noun, frozen=True, kw_only=True):
     """How ranks that split sequences compute attention; it matters only with a `cp` above 1."""
     sync_batchnorm: bool = False
     """Whether BatchNorm layers compute statistics over a micro-batch of all ranks together."""
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    """Order of forward and backward passes in a pipeline; without a pipeline it has no effect."""
+    virtual_stages: int = 1
+    """Pipeline stages on each rank of a pipeline."""
     shares: tuple[Share, ...] = ()
     """Share of each rank, in the order of ranks, if devices differ; micro_batch and accumulation are then the
     largest of them. Empty if all ranks are equal."""
@@ -333,7 +338,8 @@ class Setting(Noun, frozen=True, kw_only=True):
             accumulation=self.accumulation,
             global_batch=self.global_batch,
         )
-        wrong += check_minimum(0, workers=self.workers)
+        wrong += check_minimum(0, workers=self.workers) + check_minimum(1, virtual_stages=self.virtual_stages)
+        wrong += self.schedule.check_virtual_stages(self.virtual_stages)
         if wrong:
             return wrong
         if self.shares:

@@ -126,7 +126,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     sequence: tuple[int, ...] = ()
     """Index into `works` of each operation of the last step, in order."""
     phases: dict[str, int] = {}
-    """Position in `sequence` where forward, backward and optimizer begin."""
+    """Position in `sequence` where forward, backward and optimizer begin; weights, where a schedule computes
+    weight gradients after the rest of the backward pass."""
     recomputed_flops: int = 0
     """FLOPs added by recomputation."""
     recomputed: tuple[str, ...] = ()
@@ -135,12 +136,14 @@ class Trace(Noun, frozen=True, kw_only=True):
     rank: str = ""
     """The same in words: branch llama, or stage 1 of 4; empty if all ranks are equal."""
     beside: tuple[Trace, ...] = ()
-    """Traces of the other kinds of ranks: every other branch; for a pipeline the last stage, because the
-    stages between are like the first."""
+    """Traces of the other kinds of ranks: every other branch; for a pipeline the last rank, because those
+    between follow from the first."""
     kept_bytes: int = 0
-    """Bytes that a forward pass of a pipeline stage stores for its backward pass."""
+    """Bytes that a forward pass through all stages of a pipeline rank stores for its backward pass."""
     handed_bytes: int = 0
     """Bytes that a pipeline stage sends to the next one per micro-batch."""
+    stage_layers: tuple[int, ...] = ()
+    """Blocks of each stage of a pipeline, on all ranks; empty if it is no pipeline."""
     shared: int = 0
     """Trainable parameters (elements) that all stages of a pipeline hold."""
     pinned_sizes: tuple[int, ...] = ()

@@ -66,6 +66,18 @@ ALIKE = RankKind()
 """Where all ranks hold the same."""
 
 
+class Call(NamedTuple):
+    """Communication that runs at the same time as other communication."""
+
+    collective: str
+    """all_gather, reduce_scatter, all_reduce, all_to_all or send."""
+    size: int
+    ranks: int
+    apart: int = 1
+    repeats: int = 1
+    """How many of them follow each other."""
+
+
 class LinkCosts(Protocol):
     """What sending costs on the links of a cluster."""
 
@@ -83,6 +95,29 @@ class LinkCosts(Protocol):
 
     def send_s(self, size: int, apart: int) -> float:
         """Return the seconds until a rank has `size` bytes of the rank `apart` numbers away."""
+
+    def together_s(self, streams: Sequence[Sequence[Call]]) -> float:
+        """Return the seconds of streams that run at once and share links; calls of a stream run in turn."""
+
+
+class PassTimes(NamedTuple):
+    """Seconds of one micro-batch on one kind of rank."""
+
+    trace: Trace
+    forward_s: float
+    input_s: float
+    """Of the backward pass, or of its part before weight gradients, where a schedule computes them later."""
+    weight_s: float = 0.0
+    """Weight gradients that are computed after the rest of the backward pass."""
+
+
+class Waits(NamedTuple):
+    """Seconds of a step for which a rank waits for others."""
+
+    bubble_s: float = 0.0
+    """They compute."""
+    sends_s: float = 0.0
+    """Their tensors are on the way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +241,11 @@ class ParallelStrategy(ABC):
         return self.wrapping is Wrapping.SHARDS
 
     @property
+    def has_schedule(self) -> bool:
+        """Whether ranks run forward and backward passes by a schedule, in pipeline stages."""
+        return self.wrapping is Wrapping.STAGE
+
+    @property
     def is_built_on_host(self) -> bool:
         """Whether a device holds a share of the model only, so that the model is built on the host."""
         return self.wrapping in {Wrapping.SHARDS, Wrapping.STAGE}
@@ -225,6 +265,12 @@ class ParallelStrategy(ABC):
         )
 
     # which meshes are legal, and why not
+
+    def explain_illegal(self, setting: Setting) -> str:
+        """Return why a setting with a mesh of its own is not legal; empty if it is."""
+        if not setting.schedule.splits_backward and setting.virtual_stages == 1:
+            return ""
+        return f"schedule {setting.schedule} is for pipelines, and the strategy is {self.word}"
 
     def tensor_refusal(self, tp: int) -> Refusal | None:
         """Return why so many ranks cannot split layers between them under this strategy; None if they can."""
@@ -386,16 +432,21 @@ class ParallelStrategy(ABC):
         """
         return None
 
-    def held_micro_batches(self, setting: Setting, part: int) -> int:
-        """Return how many micro-batches have their activations on a rank of kind `part` at the same time."""
+    def held_micro_batches(self, setting: Setting, part: int) -> float:
+        """Return how many micro-batches have their activations on a rank of kind `part` at the same time.
+
+        If a rank runs several parts of the model one after the other, a part of them counts as a fraction.
+        """
         return 1
 
-    def idle_s(self, setting: Setting, passes_s: Sequence[float], slowest: int) -> float:
+    def find_waits(
+        self, setting: Setting, passes: Sequence[PassTimes], slowest: int, links: LinkCosts
+    ) -> Waits:
         """Return the seconds of a step for which the slowest kind of rank waits for the others.
 
-        `passes_s` is the time of one micro-batch on each kind of rank.
+        `passes` has the time of one micro-batch on each kind of rank.
         """
-        return 0.0
+        return Waits()
 
     @abstractmethod
     def exposed_s(self, traffic: Traffic) -> float:

@@ -89,9 +89,10 @@ class DdpStrategy(ParallelStrategy):
 def buckets_s(traffic: Traffic) -> float:
     """Return the seconds of summing all buckets of gradients over all ranks."""
     ranks, links = traffic.setting.gpus, traffic.links
-    whole = links.all_reduce_s(traffic.gradient_bytes, ranks)
-    buckets = -(-traffic.gradient_bytes // limits.BUCKET_BYTES)
-    return whole + max(0, buckets - 1) * links.all_reduce_s(0, ranks)
+    full, rest = divmod(traffic.gradient_bytes, limits.BUCKET_BYTES)
+    return full * links.all_reduce_s(limits.BUCKET_BYTES, ranks) + (
+        links.all_reduce_s(rest, ranks) if rest else 0.0
+    )
 
 
 def exposed_buckets_s(traffic: Traffic) -> float:

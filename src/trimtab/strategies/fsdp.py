@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from trimtab.spec import Mesh, Strategy
 from trimtab.spec.precision import DTYPE_BYTES
 from trimtab.strategies.base import (
+    Call,
     Derivation,
     ParallelStrategy,
     Traffic,
@@ -83,11 +84,17 @@ class FsdpStrategy(ParallelStrategy):
         passes = setting.accumulation
         forward = max(first, gathered / 2 - traffic.hidden_forward_s)
         backward = max(0.0, gathered / 2 + scattered - traffic.hidden_backward_s)
-        replicas = setting.mesh.dp_replicate
-        # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
-        shard_bytes = traffic.trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // (shards * tp)
-        across = links.all_reduce_s(shard_bytes, replicas, apart=shards * tp)
-        sharded = passes * (forward + backward) + max(0.0, across - traffic.hidden_backward_s)
+        last = backward
+        if setting.mesh.dp_replicate > 1:
+            # In the last backward pass copies of shards are summed while shards are gathered and scattered.
+            # Gathers and scatters are calls of one communicator, which runs them in turn.
+            own = [Call("reduce_scatter", work.read_bytes, shards, tp) for work in scatters]
+            own += [Call("all_gather", work.read_bytes, shards, tp) for work in gathers[: len(gathers) // 2]]
+            # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
+            shard_bytes = traffic.trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // (shards * tp)
+            copies = [Call("all_reduce", shard_bytes, setting.mesh.dp_replicate, shards * tp)]
+            last = max(backward, links.together_s([own, copies]) - traffic.hidden_backward_s)
+        sharded = passes * forward + (passes - 1) * backward + last
         return sharded + traffic.within_layers_s() + traffic.statistics_s()
 
     def explain(self, mesh: Mesh) -> str:

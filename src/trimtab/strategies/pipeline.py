@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.spec import Mesh, Strategy
-from trimtab.strategies.base import ParallelStrategy, RankKind, Traffic, Wrapping, on_mesh, usual_strategy
+from trimtab.strategies.base import ParallelStrategy, RankKind, Waits, Wrapping, on_mesh, usual_strategy
+from trimtab.strategies.schedules import (
+    PipelineShape,
+    StageTimes,
+    build_actions,
+    count_held,
+    explain_illegal,
+    simulate_step,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from trimtab.spec import Setting
+    from trimtab.spec import Setting, Trace
+    from trimtab.strategies.base import LinkCosts, PassTimes, Traffic
 
 MOST_STAGES = 16
 """That a plan considers: with more of them most wait most of the time. Who names the strategy and nothing
@@ -31,11 +40,15 @@ class PipelineStrategy(ParallelStrategy):
     is_bounded_by_one_device = True
     time_assumptions = (
         (
-            "pipeline: the stages between the first and the last are taken to be like the first, and what "
-            "stages hand over is not hidden behind computing; a pipeline was never measured"
+            "pipeline: the time of the stages between the first and the last follows from that of the first "
+            "by their layers; a pipeline was never measured"
         ),
     )
     why_not_compiled = "a stage ends in the middle of the model, which a compiler cannot follow"
+
+    def explain_illegal(self, setting: Setting) -> str:
+        """Return why the schedule of a setting cannot have its micro-batches; empty if it can."""
+        return explain_illegal(find_shape(setting))
 
     def usual_mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Mesh:
         """Return one stage a device."""
@@ -68,7 +81,7 @@ class PipelineStrategy(ParallelStrategy):
         return True
 
     def rank_kinds(self, mesh: Mesh, branches: Sequence[str]) -> list[RankKind]:
-        """Return the first stage, which holds the most micro-batches, and the last, which has the head."""
+        """Return the first rank, which holds the most micro-batches, and the last, which has the head."""
         return [
             RankKind(stage=stage, number=stage, words=f"stage {stage + 1} of {mesh.pp}")
             for stage in (0, mesh.pp - 1)
@@ -88,34 +101,54 @@ class PipelineStrategy(ParallelStrategy):
 
     def least_step_s(self, setting: Setting, alone_s: Callable[[], float]) -> float | None:
         """Return the time of stages that share the work evenly and wait no longer than they have to."""
-        stages, rounds = setting.mesh.pp, setting.accumulation
+        stages = setting.mesh.pp
+        if setting.schedule.splits_backward:
+            return alone_s() / stages
+        # Virtual stages divide the bubble.
+        rounds = setting.accumulation * setting.virtual_stages
         return alone_s() / stages * (rounds + stages - 1) / rounds
 
-    def held_micro_batches(self, setting: Setting, part: int) -> int:
-        """Return as many as there are stages from this one to the end: one forward, one backward in turns."""
-        return min(setting.mesh.pp - part, setting.accumulation)
+    def held_micro_batches(self, setting: Setting, part: int) -> float:
+        """Return the most that the schedule holds on a rank; with v virtual stages, each counts 1 / v."""
+        shape = find_shape(setting)
+        # More micro-batches change nothing.
+        most = shape._replace(micro_batches=min(shape.micro_batches, 4 * shape.ranks))
+        # Before its backward passes, a rank holds all its stages of a micro-batch.
+        return max(1.0, count_held(build_actions(most)[part]) / setting.virtual_stages)
 
-    def idle_s(self, setting: Setting, passes_s: Sequence[float], slowest: int) -> float:
-        """Return the time of a micro-batch on all other stages: before the slowest is busy, and after.
-
-        Those between the first and the last are like the first.
-        """
-        first, last = passes_s[0], passes_s[-1]
-        return (setting.mesh.pp - 2) * first + (last if slowest == 0 else first)
+    def find_waits(
+        self, setting: Setting, passes: Sequence[PassTimes], slowest: int, links: LinkCosts
+    ) -> Waits:
+        """Return the difference between the simulated passes of all ranks and those of the slowest alone."""
+        shape = find_shape(setting)
+        first, last = passes[0], passes[-1]
+        layers = find_layers(first.trace, shape)
+        kinds = [
+            _spread(layers, shape, *seconds)
+            for seconds in (
+                (first.forward_s, last.forward_s),
+                (first.input_s, last.input_s),
+                (first.weight_s, last.weight_s),
+            )
+        ]
+        stages = tuple(StageTimes(*seconds) for seconds in zip(*kinds, strict=True))
+        alone = simulate_step(shape, stages)
+        rank = 0 if slowest == 0 else shape.ranks - 1
+        send_s = links.send_s(first.trace.handed_bytes, setting.mesh.data_parallel)
+        sent = simulate_step(shape, stages, send_s)
+        return Waits(max(0.0, alone.total_s - alone.busy_s[rank]), max(0.0, sent.total_s - alone.total_s))
 
     def exposed_s(self, traffic: Traffic) -> float:
-        """Return the seconds of sending activations, there and back, and of summing gradients.
+        """Return the seconds of summing gradients: those of the layers by copies, all others by all ranks.
 
-        A stage waits for what it receives, and for nothing that it sends on.
+        Activations that stages send each other are part of `find_waits`.
         """
         trace, setting, links = traffic.trace, traffic.setting, traffic.links
         mesh = setting.mesh
-        crossings = 2 * (setting.accumulation + mesh.pp - 2)
-        handed = crossings * links.send_s(trace.handed_bytes, mesh.data_parallel)
         width = traffic.gradient_bytes / max(1, trace.trainable)
         shared = links.all_reduce_s(int(trace.shared * width), setting.gpus)
         own = links.all_reduce_s(int((trace.trainable - trace.shared) * width), mesh.data_parallel)
-        return handed + shared + max(0.0, own - traffic.hidden_backward_s)
+        return shared + max(0.0, own - traffic.hidden_backward_s)
 
     def describe(self, mesh: Mesh) -> str:
         """Return the stages and their copies: pipeline of 2 stages x 2."""
@@ -126,3 +159,25 @@ class PipelineStrategy(ParallelStrategy):
         """Say in how many stages the layers are cut."""
         copies = f", each on {mesh.dp_replicate} GPUs" * (mesh.dp_replicate > 1)
         return f"the layers are cut in {mesh.pp} stages{copies}"
+
+
+def find_shape(setting: Setting) -> PipelineShape:
+    """Return what the actions of a setting's schedule follow from."""
+    return PipelineShape(setting.schedule, setting.mesh.pp, setting.virtual_stages, setting.accumulation)
+
+
+def find_layers(trace: Trace, shape: PipelineShape) -> tuple[int, ...]:
+    """Return the layers of each stage; of a trace that does not know them, as many for all."""
+    return trace.stage_layers if len(trace.stage_layers) == shape.stages else (1,) * shape.stages
+
+
+def _spread(layers: Sequence[int], shape: PipelineShape, first_s: float, last_s: float) -> Iterator[float]:
+    """Yield the seconds of each stage, from those of all stages of the first and of the last rank.
+
+    Every layer takes as long as one of the first rank; the last stage takes the rest of the last rank.
+    """
+    each_s = first_s / sum(layers[stage] for stage in shape.stages_of(0))
+    for stage in range(shape.stages - 1):
+        yield each_s * layers[stage]
+    others = sum(layers[stage] for stage in shape.stages_of(shape.ranks - 1)) - layers[-1]
+    yield max(0.0, last_s - each_s * others)

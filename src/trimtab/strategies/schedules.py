@@ -16,10 +16,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.spec.schedule import Schedule
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from trimtab.spec import Schedule
 
 
 class Pass(StrEnum):
@@ -83,14 +83,13 @@ def explain_illegal(shape: PipelineShape) -> str:
     Looped schedules divide the micro-batches into rounds, as torch does: of m micro-batches on p ranks there
     are m // p rounds, and all must have as many micro-batches.
 
+    >>> from trimtab.spec import Schedule
     >>> explain_illegal(PipelineShape(Schedule.INTERLEAVED, 4, 2, 9))
     'interleaved-1f1b on 4 ranks makes 2 rounds of 9 micro-batches, and 9 is no multiple of 2'
     """
     schedule, ranks, virtual_stages, micro_batches = shape
-    if not schedule.is_looped and virtual_stages > 1:
-        return f"{schedule} has one stage a rank, not {virtual_stages}"
-    if schedule is Schedule.INTERLEAVED and virtual_stages < 2:  # noqa: PLR2004 - several
-        return f"{schedule} needs two virtual stages or more: with one it is {Schedule.ONE_F_ONE_B}"
+    if wrong := schedule.check_virtual_stages(virtual_stages):
+        return wrong[0]
     rounds = max(1, micro_batches // ranks)
     if schedule.is_looped and micro_batches % rounds:
         return (
@@ -107,6 +106,7 @@ def build_actions(shape: PipelineShape) -> Actions:
     Numbers of micro-batches that `explain_illegal` refuses work too, as after an out-of-memory error: rounds
     then differ by one micro-batch.
 
+    >>> from trimtab.spec import Schedule
     >>> [" ".join(map(str, rank)) for rank in build_actions(PipelineShape(Schedule.ONE_F_ONE_B, 2, 1, 3))]
     ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
@@ -215,6 +215,7 @@ def _is_ready(action: Action, shape: PipelineShape, ends: dict[Action, int], now
 def count_held(actions: Sequence[Action]) -> int:
     """Return the most activations that a rank holds at a time: pairs of a stage and a micro-batch.
 
+    >>> from trimtab.spec import Schedule
     >>> count_held(build_actions(PipelineShape(Schedule.ONE_F_ONE_B, 4, 1, 8))[0])
     4
     """

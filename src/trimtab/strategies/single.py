@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.spec import Allocator, Mesh, Strategy
+from trimtab.spec import Allocator, Mesh, Schedule, Strategy
 from trimtab.strategies.base import ParallelStrategy, Refusal, Traffic, Wrapping, usual_strategy
 
 if TYPE_CHECKING:
@@ -74,7 +74,13 @@ class SingleStrategy(ParallelStrategy):
 def one_micro_batch(setting: Setting) -> Setting:
     """Return one micro-batch of the setting on one device."""
     return setting.replace(
-        strategy=Strategy.SINGLE, mesh=Mesh(), accumulation=1, global_batch=setting.micro_batch, shares=()
+        strategy=Strategy.SINGLE,
+        mesh=Mesh(),
+        accumulation=1,
+        global_batch=setting.micro_batch,
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        shares=(),
     )
 
 
@@ -82,6 +88,8 @@ def one_replica(setting: Setting) -> Setting:
     """Return the micro-batches of one replica of the setting, on one device."""
     return setting.replace(
         strategy=Strategy.SINGLE,
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
         mesh=Mesh(),
         global_batch=setting.micro_batch * setting.accumulation,
         allocator=Allocator.DEFAULT,

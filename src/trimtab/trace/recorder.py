@@ -122,6 +122,8 @@ class Recorder(TorchDispatchMode):
         self.works: dict[Work, int] = {}
         self.sequence: list[int] = []
         self.by_engine: list[bool] = []
+        self.noted_phases: dict[str, int] = {}
+        """Position in `sequence` of phases that the step announces: weights, and optimizer after them."""
         """Whether autograd's engine ran it, for each entry of `sequence`."""
         self.recomputed_flops = 0
         self._main_thread = threading.get_ident()
@@ -201,7 +203,12 @@ class Recorder(TorchDispatchMode):
         if True not in self.by_engine:
             return {"forward": 0}
         last = len(self.by_engine) - self.by_engine[::-1].index(True)
-        return {"forward": 0, "backward": self.by_engine.index(True), "optimizer": last}
+        return {"forward": 0, "backward": self.by_engine.index(True), "optimizer": last} | self.noted_phases
+
+    def note_phase(self, name: str) -> None:
+        """Note that a phase of the step begins which the thread of an operation does not show."""
+        if self.records_work:
+            self.noted_phases[name] = len(self.sequence)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -335,6 +335,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         # These modules are built on the host and never moved to this device.
         recorder.forget_modules(state.stage.dropped)
         state.stage.dropped.clear()
+        state.stage.note = recorder.note_phase
     names = _watch_gradients(state, recorder)
     if not recorder.uses_compile:
         # Compiled code has no modules, and hooks would be compiled too.
@@ -384,6 +385,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
                 "kept_bytes": kept[1],
                 "handed_bytes": state.stage.handed_bytes,
                 "shared": state.stage.shared,
+                "stage_layers": state.stage.layers,
             }
         ),
     }

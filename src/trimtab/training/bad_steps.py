@@ -576,6 +576,8 @@ def find_bad_module(run: Run, window: Window) -> BadModule | None:
         bad_module = find_first_bad(run.model, passes, batches)
     for optimizer in run.optimizers.values():
         optimizer.zero_grad(set_to_none=True)
-    local = offset_by_stage(bad_module, run.groups.stage, run.groups.stages)
+    local = bad_module
+    if bad_module is not None:
+        local = offset_by_stage(bad_module, *run.find_stage(bad_module.module))
     texts = gather_values(run.world, None if local is None else local.to_json(), everyone=True)
     return pick_earliest(None if text is None else BadModule.from_json(text) for text in texts)

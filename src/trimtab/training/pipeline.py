@@ -1,8 +1,10 @@
-"""Run the micro-batches of a window through the stages of a pipeline (1F1B schedule).
+"""Run the micro-batches of a window through the stages of a pipeline, by a schedule.
 
-Stages send each other a header, which the host reads, and then the tensor. A rank that runs out of memory
-frees its tensors and continues with headers that say so, so that every rank finishes the window and learns of
-the failure from the step status. A rank with another error sends its message to its neighbours and ends.
+Stages send each other a header, which the host reads, and then the tensor. A rank gets the messages of
+another one in the order in which they were sent, and stores those that it needs later. A rank that runs out
+of memory frees its tensors and continues with headers that say so, so that every rank finishes the window and
+learns of the failure from the step status. A rank with another error sends its message to its neighbours and
+ends.
 """
 
 from __future__ import annotations
@@ -14,43 +16,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from trimtab.engine.pipeline_stage import StageSchedule
+from trimtab.engine.weight_gradients import WeightGradients, flush_weight_gradients
+from trimtab.spec import Schedule
+from trimtab.strategies.schedules import Pass, PipelineShape, build_actions
 from trimtab.training.oom_recovery import is_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.engine.pipeline_stage import BlockRelay
+    from trimtab.engine.weight_gradients import Products
     from trimtab.training.process_group import RankGroups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_DIMS = 8
-_HEADER_LENGTH = 4 + _MAX_DIMS
+_HEADER_FIELDS = 7
+_HEADER_LENGTH = _HEADER_FIELDS + _MAX_DIMS
 _TENSOR, _FAILED, _FATAL = 0, 1, 2
 """State of the sender in a header: a tensor follows; this attempt failed; the rank ends with an error."""
 _REPORT_S = 5.0
 """Seconds that a failing rank waits for its neighbours to receive the message."""
 _MAX_REPORT_BYTES = 2000
-
-
-class ScheduledPass(NamedTuple):
-    """One forward or backward pass of a schedule."""
-
-    forward: bool
-    number: int
-    """Index of the micro-batch."""
-
-
-def build_schedule(stage: int, stages: int, micro_batches: int) -> list[ScheduledPass]:
-    """Return the 1F1B schedule of a stage: it starts with one forward pass for each later stage.
-
-    >>> [f"{'F' if entry.forward else 'B'}{entry.number}" for entry in build_schedule(0, 2, 3)]
-    ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-    """
-    ahead = min(stages - 1 - stage, micro_batches)
-    passes = [ScheduledPass(True, number) for number in range(ahead)]
-    for number in range(ahead, micro_batches):
-        passes += [ScheduledPass(True, number), ScheduledPass(False, number - ahead)]
-    return passes + [ScheduledPass(False, number) for number in range(micro_batches - ahead, micro_batches)]
 
 
 class OtherStageFailed(Exception):  # noqa: N818 - it reads as a sentence in `raise`
@@ -91,56 +78,93 @@ class PipelineFailure(NamedTuple):
     """Empty if another rank failed."""
 
 
-class PipelineRunner:
-    """Runs the passes of one stage, and exchanges tensors with the stages before and after it."""
+class PassKey(NamedTuple):
+    """A micro-batch in a stage."""
 
-    def __init__(self, groups: RankGroups, device: torch.device) -> None:
+    stage: int
+    number: int
+
+
+class PipelineRunner:
+    """Runs the passes of the stages of one rank, and exchanges tensors with other ranks."""
+
+    def __init__(
+        self,
+        groups: RankGroups,
+        device: torch.device,
+        schedule: Schedule = Schedule.ONE_F_ONE_B,
+        virtual_stages: int = 1,
+    ) -> None:
         self.relay: BlockRelay
-        """The relay of this stage; set when the stage is installed."""
+        """The relay of the stages of this rank; set when the stages are installed."""
+        self.weight_gradients = WeightGradients() if schedule.splits_backward else None
+        """Computes weight gradients later than those of activations; None if the schedule does not."""
         self._device = device
-        stage, stages = groups.stage, groups.stages
-        self._stage, self._stages = stage, stages
-        self._before = groups.stage_rank(stage - 1) if stage else None
-        self._after = groups.stage_rank(stage + 1) if stage < stages - 1 else None
+        self._groups = groups
+        self._shape = PipelineShape(schedule, groups.stages, virtual_stages, 1)
         # Each direction has its own communicator: a shared one would run sends and receives in the order of
         # the calls, and neighbours call in different orders.
         self._back = dist.new_group() if device.type == "cuda" else None
         self._sent: list[tuple[Any, torch.Tensor]] = []
         """Sends in progress, with their tensors, which must stay alive until they arrive."""
-        self._outputs: dict[int, torch.Tensor] = {}
-        """Output of each forward pass, by micro-batch: the loss, or the activations for the next stage."""
-        self._inputs: dict[int, torch.Tensor] = {}
-        """Input of each micro-batch for whose gradient the previous stage waits."""
-        self._expected_gradients: set[int] = set()
-        """Micro-batches whose gradient the next stage will send."""
-        self._owed_gradients: set[int] = set()
-        """Micro-batches whose gradient the previous stage waits for."""
-        self._number = 0
+        self._early: dict[tuple[bool, PassKey], tuple[torch.Tensor | None, bool]] = {}
+        """Messages that arrived before they were needed, by kind and place."""
+        self._outputs: dict[PassKey, torch.Tensor] = {}
+        """Output of each forward pass: the loss, or the activations for the next stage."""
+        self._inputs: dict[PassKey, torch.Tensor] = {}
+        """Input of each pass for whose gradient the previous stage waits."""
+        self._products: dict[PassKey, Products] = {}
+        """Weight gradients that are not computed yet."""
+        self._expected_gradients: set[PassKey] = set()
+        """Passes whose gradient the next stage will send."""
+        self._owed_gradients: set[PassKey] = set()
+        """Passes whose gradient the previous stage waits for."""
+        self._pass = PassKey(groups.stage, 0)
+        """The current pass."""
         self._received = False
         """Whether the current forward pass has received its input from the previous stage."""
         self._failure: PipelineFailure | None = None
 
+    @property
+    def schedule(self) -> StageSchedule:
+        """What the stages of a rank depend on."""
+        return StageSchedule(self._shape.virtual_stages, self._shape.schedule.splits_backward)
+
     def run(
         self,
         micro_batches: Sequence[P],
-        forward: Callable[[P], torch.Tensor],
+        forward: Callable[[P, int], torch.Tensor],
         backward: Callable[[P, torch.Tensor, torch.Tensor | None], None],
+        prepare: Callable[[int, int], None] | None = None,
     ) -> PipelineFailure | None:
         """Run all micro-batches of a window, forward and backward; return None if this rank succeeded.
 
-        `forward` returns the output of a micro-batch in this stage. `backward` takes that output, and its
-        gradient unless it is the loss.
+        `forward` takes a micro-batch and the index of a stage of this rank, and returns the output.
+        `backward` takes that output, and its gradient unless it is the loss. `prepare` is called before every
+        pass that adds to gradients, with its index and the number of these passes.
         """
         self._failure = None
         self._free_tensors()
+        self._early.clear()
         self._expected_gradients.clear()
         self._owed_gradients.clear()
+        shape = self._shape._replace(micro_batches=len(micro_batches))
+        actions = build_actions(shape)[self._groups.stage]
+        count = sum(action.kind is not Pass.FORWARD for action in actions)
+        index = 0
         try:
-            for scheduled in build_schedule(self._stage, self._stages, len(micro_batches)):
-                if scheduled.forward:
-                    self._forward(micro_batches[scheduled.number], forward)
+            for kind, stage, number in actions:
+                key = PassKey(stage, micro_batches[number].number)
+                if kind is Pass.FORWARD:
+                    self._forward(micro_batches[number], key, forward)
+                    continue
+                if prepare is not None:
+                    prepare(index, count)
+                index += 1
+                if kind is Pass.WEIGHT:
+                    self._compute_weight_gradients(micro_batches[number], key)
                 else:
-                    self._backward(micro_batches[scheduled.number], backward)
+                    self._backward(micro_batches[number], key, backward)
             self._wait_for_sends()
         except Exception as error:
             self._report_failure(error)
@@ -151,15 +175,18 @@ class PipelineRunner:
 
     def evaluate(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run one forward pass without gradients; return the loss in the last stage, zero in the others."""
-        self._received = False
+        output = torch.zeros((), device=self._device)
         try:
-            output = self.relay.run(compute)
-            self._send_tensor(self._after, _TENSOR, output, None)
+            for place, stage in enumerate(self._shape.stages_of(self._groups.stage)):
+                self._pass, self._received = PassKey(stage, 0), False
+                output = self.relay.run(compute, place)
+                if not self._is_last(stage):
+                    self._send_tensor(False, PassKey(stage + 1, 0), output)
             self._wait_for_sends()
         except Exception as error:
             self._report_failure(error)
             raise
-        return output if self._after is None else torch.zeros((), device=self._device)
+        return output if self._groups.is_last_stage else torch.zeros((), device=self._device)
 
     def forward_backward(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """Run one batch forward and backward outside of a step; return the loss in the last stage, else None.
@@ -168,8 +195,8 @@ class PipelineRunner:
         """
         outputs: list[torch.Tensor] = []
 
-        def forward(_: SingleMicroBatch) -> torch.Tensor:
-            output = self.relay.run(compute)
+        def forward(_: SingleMicroBatch, place: int) -> torch.Tensor:
+            output = self.relay.run(compute, place)
             outputs.append(output.detach())
             return output
 
@@ -177,65 +204,104 @@ class PipelineRunner:
             output.backward(gradient)
 
         failure = self.run([SingleMicroBatch()], forward, backward)
-        return outputs[0] if failure is None and self._after is None else None
+        return outputs[-1] if failure is None and self._groups.is_last_stage else None
+
+    def find_stage(self, module: str) -> tuple[int, int]:
+        """Return the stage of a module of this rank, and the number of stages.
+
+        Modules outside of the blocks belong to the first stage of the rank, and in the last rank to the last.
+        """
+        total, ranks = self._shape.stages, self._shape.ranks
+        prefix = f"{self.relay.name}." if self.relay.name else ""
+        number = module.removeprefix(prefix).partition(".")[0]
+        if module.startswith(prefix) and number.isdecimal():
+            for place, (first, stop) in enumerate(self.relay.stages):
+                if first <= int(number) < stop:
+                    return self._groups.stage + place * ranks, total
+        return (total - 1 if self._groups.is_last_stage else self._groups.stage), total
 
     def receive(self, _: torch.Tensor) -> torch.Tensor:
         """Return the activations from the previous stage, as the leaf of a new graph."""
         self._received = True
-        assert self._before is not None  # noqa: S101 - only a later stage receives
-        received, needs_gradient = self._receive_tensor(self._before, None)
+        received, needs_gradient = self._receive_tensor(False, self._pass)
         if received is None:
             raise OtherStageFailed
         if needs_gradient:
-            self._owed_gradients.add(self._number)
-            self._inputs[self._number] = received.requires_grad_()
+            self._owed_gradients.add(self._pass)
+            self._inputs[self._pass] = received.requires_grad_()
         return received
 
-    def _forward(self, micro_batch: P, forward: Callable[[P], torch.Tensor]) -> None:
-        self._number, self._received = micro_batch.number, False
+    def _is_last(self, stage: int) -> bool:
+        return stage == self._shape.stages - 1
+
+    def _forward(self, micro_batch: P, key: PassKey, forward: Callable[[P, int], torch.Tensor]) -> None:
+        self._pass, self._received = key, False
         output = None
         if self._failure is None:
             try:
-                output = forward(micro_batch)
+                output = forward(micro_batch, key.stage // self._shape.ranks)
             except Exception as error:  # noqa: BLE001 - _fail() raises what it cannot handle
                 self._fail(micro_batch, error)
         if self._failure is not None:
             # Tell the next stage of the failure, and still receive what the previous stage has sent.
             output = None
-            if self._before is not None and not self._received:
-                received, needs_gradient = self._receive_tensor(self._before, None)
+            if key.stage and not self._received:
+                received, needs_gradient = self._receive_tensor(False, key)
                 if received is not None and needs_gradient:
-                    self._owed_gradients.add(micro_batch.number)
+                    self._owed_gradients.add(key)
         else:
             assert output is not None  # noqa: S101 - else it would have failed
-            self._outputs[micro_batch.number] = output
-        self._send_tensor(self._after, _FAILED if output is None else _TENSOR, output, None)
-        if output is not None and output.requires_grad and self._after is not None:
-            self._expected_gradients.add(micro_batch.number)
+            self._outputs[key] = output
+        if self._is_last(key.stage):
+            return
+        self._send_tensor(False, key._replace(stage=key.stage + 1), output)
+        if output is not None and output.requires_grad:
+            self._expected_gradients.add(key)
 
     def _backward(
-        self, micro_batch: P, backward: Callable[[P, torch.Tensor, torch.Tensor | None], None]
+        self,
+        micro_batch: P,
+        key: PassKey,
+        backward: Callable[[P, torch.Tensor, torch.Tensor | None], None],
     ) -> None:
-        number = micro_batch.number
         gradient = None
-        if number in self._expected_gradients:
-            assert self._after is not None  # noqa: S101 - it sends the gradient
-            gradient, _ = self._receive_tensor(self._after, self._back)
+        self._pass = key
+        if key in self._expected_gradients:
+            gradient, _ = self._receive_tensor(True, key)
             if gradient is None and self._failure is None:
                 self._fail(micro_batch, OtherStageFailed())
-        output, received = self._outputs.pop(number, None), self._inputs.pop(number, None)
+        output, received = self._outputs.pop(key, None), self._inputs.pop(key, None)
         if self._failure is None and output is not None and output.requires_grad:
             try:
-                backward(micro_batch, output, gradient)
+                with self._collect_products(key):
+                    backward(micro_batch, output, gradient)
             except Exception as error:  # noqa: BLE001 - as above
                 output = None
                 self._fail(micro_batch, error)
         del output
-        if number in self._owed_gradients:
+        if key in self._owed_gradients:
             answer = None
             if self._failure is None and received is not None:
                 answer = received.grad if received.grad is not None else torch.zeros_like(received)
-            self._send_tensor(self._before, _FAILED if answer is None else _TENSOR, answer, self._back)
+            self._send_tensor(True, key._replace(stage=key.stage - 1), answer)
+
+    @contextlib.contextmanager
+    def _collect_products(self, key: PassKey) -> Iterator[None]:
+        if self.weight_gradients is None:
+            yield
+            return
+        with self.weight_gradients.collect() as products:
+            yield
+        self._products[key] = products
+
+    def _compute_weight_gradients(self, micro_batch: P, key: PassKey) -> None:
+        products = self._products.pop(key, None)
+        if products is None or self._failure is not None:
+            return
+        try:
+            flush_weight_gradients(products)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(micro_batch, error)
 
     def _fail(self, micro_batch: HasNumber, error: Exception) -> None:
         """Record a failure that the step recovers from, and free the memory; raise any other."""
@@ -251,43 +317,61 @@ class PipelineRunner:
     def _free_tensors(self) -> None:
         self._outputs.clear()
         self._inputs.clear()
+        self._products.clear()
 
     # messages
 
-    def _send_tensor(self, to: int | None, state: int, tensor: torch.Tensor | None, group: Any) -> None:
-        """Send a header and then the tensor, if there is one, without waiting."""
-        if to is None:
-            return
+    def _find_rank(self, stage: int) -> int:
+        """Return the rank that runs a stage for the same samples."""
+        return self._groups.stage_rank(self._shape.rank_of(stage))
+
+    def _choose_group(self, source: int, target: int) -> Any:
+        return None if source < target else self._back
+
+    def _send_tensor(self, is_gradient: bool, key: PassKey, tensor: torch.Tensor | None) -> None:
+        """Send a header and the tensor to the rank of a stage, without waiting; None: this rank failed."""
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
-        header[0] = state
+        header[0] = _FAILED if tensor is None else _TENSOR
+        header[1], header[2], header[3] = int(is_gradient), key.stage, key.number
         if tensor is not None:
             assert tensor.dim() <= _MAX_DIMS  # noqa: S101 - no activation has more
-            header[1] = tensor.dim()
-            header[2] = DTYPES.index(tensor.dtype)
-            header[3] = int(tensor.requires_grad)
-            header[4 : 4 + tensor.dim()] = torch.tensor(tensor.shape)
+            header[4] = tensor.dim()
+            header[5] = DTYPES.index(tensor.dtype)
+            header[6] = int(tensor.requires_grad)
+            header[_HEADER_FIELDS : _HEADER_FIELDS + tensor.dim()] = torch.tensor(tensor.shape)
+        to = self._find_rank(key.stage)
         self._send(header, to, None)
         if tensor is not None:
-            self._send(tensor.detach().contiguous(), to, group)
+            self._send(tensor.detach().contiguous(), to, self._choose_group(dist.get_rank(), to))
 
     def _send(self, tensor: torch.Tensor, to: int, group: Any) -> None:
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
         self._sent.append((dist.isend(tensor, to, group=group), tensor))
 
-    def _receive_tensor(self, of: int, group: Any) -> tuple[torch.Tensor | None, bool]:
-        """Return a neighbour's tensor (None if it failed), and whether it needs a gradient."""
+    def _receive_tensor(self, is_gradient: bool, key: PassKey) -> tuple[torch.Tensor | None, bool]:
+        """Return another rank's tensor (None if it failed), and whether it needs a gradient."""
+        wanted = (is_gradient, key)
+        while wanted not in self._early:
+            of = self._find_rank(key.stage + 1 if is_gradient else key.stage - 1)
+            found, content = self._receive_next(of)
+            self._early[found] = content
+        return self._early.pop(wanted)
+
+    def _receive_next(self, of: int) -> tuple[tuple[bool, PassKey], tuple[torch.Tensor | None, bool]]:
+        """Receive the next message of a rank."""
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         dist.recv(header, of)
-        state, dims, dtype, needs_gradient, *shape = header.tolist()
+        state, is_gradient, stage, number, dims, dtype, needs_gradient, *shape = header.tolist()
         if state == _FATAL:
             message = torch.zeros(dims, dtype=torch.uint8)
             dist.recv(message, of)
             raise NeighbourFailed(dtype, bytes(message.tolist()).decode(errors="replace"))
+        place = bool(is_gradient), PassKey(stage, number)
         if state == _FAILED:
-            return None, False
+            return place, (None, False)
         tensor = self._allocate(tuple(shape[:dims]), DTYPES[dtype])
-        dist.recv(tensor, of, group=group)
-        return tensor, bool(needs_gradient)
+        dist.recv(tensor, of, group=self._choose_group(of, dist.get_rank()))
+        return place, (tensor, bool(needs_gradient))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a receive buffer; free other tensors if needed: a tensor already sent must be received."""
@@ -297,7 +381,7 @@ class PipelineRunner:
             if not is_out_of_memory(error):
                 raise
             self._free_tensors()
-            self._failure = self._failure or PipelineFailure(self._number, f"out of memory: {error}")
+            self._failure = self._failure or PipelineFailure(self._pass.number, f"out of memory: {error}")
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _wait_for_sends(self) -> None:
@@ -305,6 +389,12 @@ class PipelineRunner:
         for work, _ in self._sent:
             work.wait()
         self._sent = []
+
+    def _list_neighbours(self) -> set[int]:
+        """Return the ranks that this one exchanges tensors with."""
+        own = self._shape.stages_of(self._groups.stage)
+        stages = {stage + step for stage in own for step in (-1, 1)} & {*range(self._shape.stages)}
+        return {self._find_rank(stage) for stage in stages}
 
     def _report_failure(self, error: Exception) -> None:
         """Send the neighbours the error that ends this rank."""
@@ -314,10 +404,8 @@ class PipelineRunner:
             origin, text = dist.get_rank(), f"{type(error).__name__}: {error}"
         message = text.encode()[:_MAX_REPORT_BYTES]
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
-        header[0], header[1], header[2] = _FATAL, len(message), origin
-        for neighbour in (self._before, self._after):
-            if neighbour is None or neighbour == origin:
-                continue
+        header[0], header[4], header[5] = _FATAL, len(message), origin
+        for neighbour in sorted(self._list_neighbours() - {origin}):
             with contextlib.suppress(Exception):
                 self._send(header, neighbour, None)
                 self._send(torch.tensor(list(message), dtype=torch.uint8), neighbour, None)

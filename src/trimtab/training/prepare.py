@@ -159,7 +159,7 @@ def prepare(
     sharded = strategy_of(setting).is_sharded
     model, branch, own = _place_model(request, device)
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    stage = _StageInstaller(groups, device) if groups.stages > 1 else None
+    stage = _StageInstaller(groups, device, setting) if groups.stages > 1 else None
     if sharded and request.world.size == 1:
         process_group.connect_single(request.world)
 
@@ -257,15 +257,23 @@ def _make_schedules(request: PrepareRequest, phase: UpdatePhase) -> dict[str, An
 
 
 class _StageInstaller:
-    """Reduces a model to the blocks of this rank's stage, and connects it to the neighbouring stages."""
+    """Reduces a model to the blocks of this rank's stages, and connects it to the neighbouring stages."""
 
-    def __init__(self, groups: RankGroups, device: torch.device) -> None:
+    def __init__(self, groups: RankGroups, device: torch.device, setting: Setting) -> None:
         self._groups = groups
-        self.pipe = PipelineRunner(groups, device)
+        self.pipe = PipelineRunner(groups, device, setting.schedule, setting.virtual_stages)
 
     def __call__(self, model: nn.Module) -> None:
-        groups = self._groups
-        self.pipe.relay, _ = keep_stage(model, groups.stage, groups.stages, self.pipe.receive)
+        groups, pipe = self._groups, self.pipe
+        pipe.relay, _ = keep_stage(
+            model,
+            groups.stage,
+            groups.stages,
+            pipe.receive,
+            virtual_stages=pipe.schedule.virtual_stages,
+        )
+        if pipe.weight_gradients is not None:
+            pipe.weight_gradients.install(model)
 
 
 def _place_model(request: PrepareRequest, device: torch.device) -> tuple[nn.Module, str, str | None]:

@@ -438,6 +438,11 @@ class Run:
         total.backward()
         return total.detach()
 
+    def find_stage(self, module: str) -> tuple[int, int]:
+        """Return the pipeline stage of a module of this rank, and the number of stages; 0 and 1 without."""
+        pipe = self._stepper.get_prepared().pipe
+        return (0, 1) if pipe is None else pipe.find_stage(module)
+
     def weight_of(self, batch: Any) -> float:
         """Return the weight of a batch: what its loss is a mean over."""
         prepared = self._stepper.get_prepared()

@@ -265,18 +265,17 @@ class Stepper:
                 cure="Give prepare(loss=...): stages take turns with forward and backward passes.",
             )
 
-        def forward(micro_batch: MicroBatch) -> torch.Tensor:
+        def forward(micro_batch: MicroBatch, stage: int) -> torch.Tensor:
             with micro_batch.computing():
-                return pipe.relay.run(lambda: loss(prepared.model, micro_batch.batch))
+                return pipe.relay.run(lambda: loss(prepared.model, micro_batch.batch), stage)
 
         def backward(micro_batch: MicroBatch, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
-            prepared.gradients.prepare_micro_batch(micro_batch.number, micro_batch.count)
             if gradient is None:
                 self.backward(output, micro_batch.fraction)
             else:
                 self._run_backward(output, gradient)
 
-        failure = pipe.run(micro_batches, forward, backward)
+        failure = pipe.run(micro_batches, forward, backward, prepared.gradients.prepare_micro_batch)
         if failure is None:
             return None
         micro_batches[failure.micro_batch].error = failure.why or _OTHER_STAGE_FAILED

@@ -28,6 +28,7 @@ from trimtab.spec import (
     Precision,
     Reason,
     Recompute,
+    Schedule,
     Setting,
     Strategy,
 )
@@ -308,6 +309,9 @@ def divide_setting(setting: Setting, procs: int, *, nodes: int = 1, branches: in
         strategy=strategy, mesh=mesh, micro_batch=micro, accumulation=-(-share // micro), shares=()
     )
     words = f"{setting.gpus} -> {procs} processes"
+    if not STRATEGIES[strategy].has_schedule and setting.schedule is not Schedule.ONE_F_ONE_B:
+        divided = divided.replace(schedule=Schedule.ONE_F_ONE_B, virtual_stages=1)
+        words += f", no schedule {setting.schedule} any more"
     if divided.compile and divided.sync_batchnorm and procs > 1:
         divided = divided.replace(compile=False)
         words += ", not compiled any more, for the sake of sync_batchnorm"
