@@ -53,6 +53,7 @@ class TensorSplitter:
                 owner._parameters[name] = self._split[key][1]
             if is_new:
                 self._add_hooks(owner, role)
+        module.register_forward_hook(_wrap_views)
 
     def release(self) -> None:
         """Free the parameters from before."""
@@ -119,13 +120,34 @@ def _scatter_output(_: nn.Module, __: Any, output: Any) -> Any:
     return output.redistribute(placements=[Replicate()])
 
 
+def _wrap_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """Return outputs that are no views: FSDP would lose its hook on a view that is changed in place."""
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, DTensor) or not value._is_view():
+            return value
+        if any(placement.is_partial() for placement in value.placements):
+            return value
+        return DTensor.from_local(
+            value.to_local(),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+
+    return tree_map(wrap, output)
+
+
 def _stop_gradient_at(entry: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return torch.where((args[0] == entry).unsqueeze(-1), output.detach(), output)
 
 
 def gather_loss(loss: Any) -> Any:
     """Return a loss as a plain tensor with the value that all ranks of the group agree on."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+    # A copy: after an error the loss is detached in place, which views cannot be.
+    return loss.full_tensor().clone() if isinstance(loss, DTensor) else loss
 
 
 def clear_sharding_cache() -> None:

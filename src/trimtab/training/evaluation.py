@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Subset, default_collate
 
+from trimtab.engine.tensor_parallel import gather_loss
 from trimtab.errors import JobFailed
 from trimtab.jobs.job import samples_in
 from trimtab.strategies import strategy_of
@@ -154,6 +155,7 @@ def _compute_metrics(run: Run, batch: Any) -> Metrics:
     evaluate = getattr(run.job, "evaluate", None)
     result = run.loss_of(batch) if evaluate is None else evaluate(run.model, batch)
     metrics = result if isinstance(result, dict) else {LOSS: result}
+    metrics = {name: gather_loss(value) for name, value in metrics.items()}
     wrong = [name for name, value in metrics.items() if not _is_scalar(value)]
     if not metrics or wrong:
         found = f"{wrong[0]} is a {type(metrics[wrong[0]]).__name__}, not a number" if wrong else "no metric"

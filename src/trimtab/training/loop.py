@@ -45,6 +45,12 @@ from trimtab.training.loading import (
     compare_batches,
     mix_seed,
 )
+from trimtab.training.oom_recovery import (
+    SMALLER_SIZE,
+    RestartWithSmaller,
+    read_smaller_size,
+    write_smaller_size,
+)
 from trimtab.training.process_group import connect, disconnect, read_world
 from trimtab.training.rank_messages import find_rank_files, is_lost_peer
 from trimtab.training.run import Run
@@ -195,6 +201,9 @@ class TrainingLoop:
         try:
             yield
         except Exception as error:
+            if isinstance(error, RestartWithSmaller):
+                write_smaller_size(self.events.folder.root, self.plan.choice, error, self.world.rank)
+                raise
             if isinstance(error, TrimtabError) or is_lost_peer(error) or not is_job_error(error):
                 raise
             failure = job_error(f"{member} of job {self.task.job}", error, "Fix the job.")
@@ -281,7 +290,21 @@ class TrainingLoop:
                 # A step that fails halfway has no other way back.
                 self.events.step_log.say(SAVED_FIRST)
                 self._save(0, None)
+        self._use_smaller_size()
         self.saved_s = time.monotonic()
+
+    def _use_smaller_size(self) -> None:
+        """Use the micro-batch with which a rank asked for a restart, after it ran out of memory."""
+        root = self.events.folder.root
+        request = run_on_rank_zero(self.world, lambda: read_smaller_size(root, self.plan.choice))
+        if request is None or request.size >= self.run.micro_batch:
+            return
+        self.run.use_micro_batch(request.size)
+        self.events.record(
+            IncidentKind.OUT_OF_MEMORY,
+            f"rank {request.rank}: {request.why}",
+            f"all ranks started again, with {plural(request.size, 'sample')} at once",
+        )
 
     def _seed_rank(self) -> None:
         """Seed this rank's random numbers; ranks that see the same samples draw the same ones."""
@@ -528,6 +551,7 @@ class TrainingLoop:
         if self.world.is_main:
             if asked is None:
                 self._write_summary()
+                (self.events.folder.root / SMALLER_SIZE).unlink(missing_ok=True)
             self._print_ending(ending)
         return ending
 

@@ -500,8 +500,11 @@ class SplitGuard:
     @property
     def is_split(self) -> bool:
         """Whether the setting splits the batch, over micro-batches or ranks."""
-        setting = self._stepper.setting
-        return setting.accumulation > 1 or self._stepper.groups.data_parallel > 1
+        setting, prepared = self._stepper.setting, getattr(self._stepper, "prepared", None)
+        # All ranks may have started again with less, after one of them ran out of memory.
+        is_smaller = prepared is not None and prepared.fitter.sizes.current < setting.micro_batch
+        is_split = setting.accumulation > 1 or self._stepper.groups.data_parallel > 1
+        return is_split or (is_smaller and setting.mesh.tp > 1)
 
     def check_statement(self) -> None:
         """Raise WrongUse if the setting splits the batch of a job that says it cannot be split."""

@@ -11,15 +11,17 @@ import time
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from trimtab.spec.base import Noun, check_minimum
-from trimtab.units import format_bytes
+from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-    from trimtab.spec import Estimate
+    from trimtab.spec import Estimate, Setting
 
 
 RETRY_AFTER_STEPS = 50
@@ -113,6 +115,52 @@ class MicroBatchSizes(Noun, frozen=True, kw_only=True):
         """Return whether a size must not be tried now: it, or a smaller size, failed recently or was slow."""
         failed = any(int(other) <= size and step < retry_at for other, (_, retry_at) in self.failed.items())
         return failed or (self.slow is not None and size >= self.slow)
+
+
+class RestartWithSmaller(Exception):  # noqa: N818 - it asks for a restart, and says with what
+    """A rank ran out of memory inside a layer that it computes together with others, which now wait for it.
+
+    They cannot repeat the step: all ranks have to start again from the last checkpoint.
+    """
+
+    def __init__(self, why: str, size: int) -> None:
+        super().__init__(
+            f"{why}; the ranks that split this layer with it cannot repeat the step: all ranks must start "
+            f"again from the last checkpoint, with {plural(size, 'sample')} at once"
+        )
+        self.why, self.size = why, size
+
+
+SMALLER_SIZE = "micro-batch.json"
+"""File in a run folder with the largest micro-batch for the next start, until the run has ended."""
+
+
+class SmallerSize(msgspec.Struct, frozen=True, kw_only=True):
+    """The micro-batch with which a rank that ran out of memory asked all ranks to start again."""
+
+    planned: int
+    """Micro-batch of the plan; a request for another plan is ignored."""
+    size: int
+    rank: int
+    why: str
+
+
+def write_smaller_size(folder: Path, setting: Setting, error: RestartWithSmaller, rank: int) -> None:
+    """Write into a run folder with which micro-batch all ranks have to start again."""
+    request = SmallerSize(planned=setting.micro_batch, size=error.size, rank=rank, why=error.why)
+    # Several ranks may run out of memory at the same time.
+    draft = folder / f"{SMALLER_SIZE}.{rank}"
+    draft.write_bytes(msgspec.json.encode(request))
+    draft.replace(folder / SMALLER_SIZE)
+
+
+def read_smaller_size(folder: Path, setting: Setting) -> SmallerSize | None:
+    """Return the micro-batch that a rank asked for in an earlier attempt; None if there is none."""
+    try:
+        request = msgspec.json.decode((folder / SMALLER_SIZE).read_bytes(), type=SmallerSize)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return request if request.planned == setting.micro_batch else None
 
 
 class SizeChange(Noun, frozen=True, kw_only=True):

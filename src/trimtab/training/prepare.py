@@ -26,6 +26,7 @@ from trimtab.engine.optimizer import ONLY, NamedOptimizer, choose_implementation
 from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import torch_dtype
 from trimtab.engine.step import arrange_model, make_meta_loss, refuse_partial_model
+from trimtab.engine.tensor_parallel import gather_loss
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import job_error
@@ -202,7 +203,7 @@ def prepare(
                 cuda=device.type == "cuda" and not setting.optimizer_in_backward,
             ),
             gradients=phase.gradients,
-            loss=phase.loss or request.loss or _job_loss(request.job, branch),
+            loss=_gather_losses(phase.loss or request.loss or _job_loss(request.job, branch), setting),
             schedules=_make_schedules(request, phase),
         )
         for phase in arranged.phases
@@ -501,6 +502,15 @@ def _job_loss(job: Any, branch: str) -> Callable[[Any, Any], Any] | None:
         return lambda model, batch: compute_branch_loss(job, model, batch, branch)
     loss: Callable[[Any, Any], Any] = loss_function(job)
     return loss
+
+
+def _gather_losses(
+    loss: Callable[[Any, Any], Any] | None, setting: Setting
+) -> Callable[[Any, Any], Any] | None:
+    """Return a loss that is a plain tensor also if ranks split layers between them."""
+    if loss is None or setting.mesh.tp == 1:
+        return loss
+    return lambda model, batch: gather_loss(loss(model, batch))
 
 
 def _job_weight(job: Any) -> Callable[[Any], Any] | None:

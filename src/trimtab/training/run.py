@@ -400,6 +400,11 @@ class Run:
         """Return a batch on the device of this process."""
         return move_to_device(batch, self.torch_device)
 
+    def use_micro_batch(self, size: int) -> None:
+        """Use at most so many samples at once from the next step on."""
+        fitter = self._stepper.get_prepared().fitter
+        fitter.sizes = fitter.sizes.replace(current=min(size, fitter.sizes.current))
+
     def loss_of(self, batch: Any) -> torch.Tensor:
         """Return this rank's loss of a batch that is on the device, for your own passes.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from trimtab.training import optimizer_step
 from trimtab.training import prepare as prepare_module
 from trimtab.training.loading import Window, copy_batch, rank_slice_bounds, wrap_batch
 from trimtab.training.micro_batches import CachedSteps, MicroBatch, SplitGuard, StepOutcome
-from trimtab.training.oom_recovery import SizeChange, is_out_of_memory
+from trimtab.training.oom_recovery import RestartWithSmaller, SizeChange, is_out_of_memory
 from trimtab.training.optimizer_step import LossScale, OptimizerInterrupted, StepStatus, initial_scale
 
 if TYPE_CHECKING:
@@ -241,6 +241,8 @@ class Stepper:
         Return whether this rank repeats the attempt alone, and the index of the micro-batch to report as
         failed; None if it is not repeated, because weights have been updated already.
         """
+        if self.groups.tensor_parallel > 1 and self.world.size > 1:
+            self._restart_smaller(prepared, window, micro_batch)
         interrupted = has_updated(prepared)
         self._recover(prepared, window, micro_batch)
         if interrupted:
@@ -667,6 +669,22 @@ class Stepper:
             return
         again = f"memory was given back, and one sample is tried again; {memory}"
         self._report(IncidentKind.OUT_OF_MEMORY, why, again)
+
+    def _restart_smaller(
+        self, prepared: prepare_module.PreparedRun, window: Window, micro_batch: MicroBatch
+    ) -> NoReturn:
+        """Leave the run with a smaller micro-batch: other ranks wait in the middle of a layer."""
+        why, size = micro_batch.error or "", max(micro_batch.samples, 1)
+        micro_batch.free()
+        prepared.fitter.release()
+        change = prepared.fitter.shrink_after_oom(size=size, share=max(window.size, 1), step=self.steps)
+        if change is None:
+            raise NothingFits(
+                f"optimizer step {window.step} on {self.world.size} processes",
+                found=f"one sample at once ran out of memory; {why}",
+                cure="Use a larger tp, more recomputation, or devices with more memory.",
+            )
+        raise RestartWithSmaller(why, change.sizes.current)
 
     def _give_back(self, window: Window, micro_batch: MicroBatch) -> None:
         """Undo a step that failed after some of its weights were updated: go back to a checkpoint."""

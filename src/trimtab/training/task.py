@@ -33,7 +33,7 @@ from trimtab.spec import (
     Strategy,
 )
 from trimtab.spec.base import Noun, check_minimum
-from trimtab.strategies import STRATEGIES, strategy_of, usual_strategy
+from trimtab.strategies import STRATEGIES, strategy_by_degrees, strategy_of, usual_strategy
 from trimtab.training.fault_injection import Fault
 from trimtab.training.rank_messages import LAUNCHER_VARIABLES
 from trimtab.training.signals import exit_code
@@ -203,7 +203,10 @@ def repeat_node(cluster: Cluster, nodes: int) -> Cluster:
 
 def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Setting:
     """Build the setting for processes without a GPU; raise if the pins contradict."""
-    strategy = Strategy(pins.get("strategy", usual_strategy(procs)[0]))
+    usual = usual_strategy(procs)[0]
+    if STRATEGIES[usual].tensor_refusal(int(pins.get("tp") or 1)):
+        usual = strategy_by_degrees(replicated=False, sharded=True)
+    strategy = Strategy(pins.get("strategy", usual))
     wrong = find_contradictions({**pins, "gpus": procs, "strategy": strategy}, workload, procs)
     if pins.get("gpus", procs) != procs:
         wrong.append((f"gpus={pins['gpus']}, and there are {procs} processes", f"use --procs {pins['gpus']}"))

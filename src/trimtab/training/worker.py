@@ -63,6 +63,11 @@ def run_task(task: TrainTask) -> RunEnding:
 
 
 def _report_crash(error: Exception, rank_files: RankFiles | None) -> int:
+    from trimtab.training.oom_recovery import RestartWithSmaller
+
+    if isinstance(error, RestartWithSmaller):
+        _print_line(str(error))
+        return LOST_PEER_CODE
     if is_lost_peer(error):
         _print_line(f"another rank is gone: {str(error).splitlines()[0][:200]}")
         return LOST_PEER_CODE
