@@ -329,6 +329,8 @@ def fit_trace(values: dict[str, Any]) -> dict[str, Any]:
 
 WORDED = ("words", "reads", "near", "lacks", "rough")
 """Tables of a knob whose field has words."""
+
+
 def fit_decoder(values: dict[str, Any]) -> dict[str, Any]:
     """Let heads be a multiple of key/value heads, and tokens choose among the experts that there are."""
     chosen = min(values.get("experts", 0), max(1, values.get("experts_per_token", 0)))

@@ -25,6 +25,8 @@ from trimtab.render import (
     render_labelled,
 )
 from trimtab.spec.requests import ApplyRequest, ShowRequest
+from trimtab.strategies import strategy_of
+from trimtab.strategies.base import Wrapping
 from trimtab.units import format_bytes, format_duration, format_value
 
 if TYPE_CHECKING:
@@ -279,9 +281,11 @@ def _as_it_runs(found: Display) -> str:
     batch = f", global batch {found.global_batch}" if found.global_batch else ""
     length = f", {found.seq} tokens a sample" if found.seq else ""
     words = describe_setting(setting)
+    # A pipeline names its stages itself.
+    named_already = ("pp",) if strategy_of(setting).wrapping is Wrapping.STAGE else ()
     for axis in ("tp", "cp", "pp"):
         degree = getattr(setting.mesh, axis, 1)
-        if degree > 1 and f"{axis} {degree}" not in words and setting.strategy != "pipeline":
+        if degree > 1 and f"{axis} {degree}" not in words and axis not in named_already:
             words += f", {axis} {degree}"
     return f"{words}{batch}{length}"
 

@@ -24,6 +24,7 @@ from trimtab.spec import (
     Strategy,
 )
 from trimtab.strategies import STRATEGIES, strategy_by_degrees, usual_strategy
+from trimtab.strategies.base import model_splitting_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -484,7 +485,7 @@ def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
     accumulation = reading.number("accumulation") or 1
     shards = reading.number("dp_shard") or reading.number("gpus_per_node")
     if copies == 1 and split:
-        strategy = Strategy.PIPELINE if set(split) == {"pp"} else Strategy.FSDP
+        strategy = model_splitting_strategy(split)
     mesh = STRATEGIES[strategy].config_mesh(copies, shards).replace(**split)
     return Setting(
         strategy=strategy,

@@ -478,6 +478,11 @@ def usual_strategy(ranks: int) -> tuple[Strategy, Mesh]:
     return (Strategy.DDP if ranks > 1 else Strategy.SINGLE), Mesh(dp_replicate=ranks)
 
 
+def model_splitting_strategy(axes: Collection[str]) -> Strategy:
+    """Return what runs where ranks split a model along these axes of a mesh and all see the same samples."""
+    return Strategy.PIPELINE if set(axes) == {"pp"} else Strategy.FSDP
+
+
 def alone_or(
     strategy: ParallelStrategy, ranks: int, *, nodes: int = 1, branches: int = 0
 ) -> tuple[Strategy, Mesh]:

@@ -472,7 +472,7 @@ def _with_shapes(mine: Embeddings, counts: list[int], groups: Any) -> Embeddings
     source = next(rank for rank, count in enumerate(counts) if count)
     shapes = [(tuple(tensor.shape[1:]), tensor.dtype, tensor.device.type) for tensor in mine.tensors]
     layout: list[Any] = [shapes, mine.structure]
-    dist.broadcast_object_list(layout, src=groups.first + source, group=groups.data_group)
+    dist.broadcast_object_list(layout, group_src=source, group=groups.data_group)
     if mine.tensors:
         return mine
     return Embeddings(

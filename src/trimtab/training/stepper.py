@@ -979,7 +979,7 @@ def share_counting_sample(mine: Any, groups: RankGroups) -> Any:
     if all(having) or not any(having):
         return mine
     shared = [mine]
-    dist.broadcast_object_list(shared, src=groups.first + having.index(True), group=groups.data_group)
+    dist.broadcast_object_list(shared, group_src=having.index(True), group=groups.data_group)
     return shared[0] if mine is None else mine
 
 
