@@ -364,8 +364,8 @@ def test_illegal_pins_are_refused_before_anything_is_traced(tmp_path: Path) -> N
 
 def test_a_degree_that_no_plan_has_is_said_with_the_warnings() -> None:
     cluster = as_cluster("2x8xH100")
-    with pytest.raises(WrongUse, match=r"cannot plan virtual_stages .* yet.*nothing is interleaved"):
-        check_degree_pins({"virtual_stages": 2}, LLAMA_70B, cluster)
+    with pytest.raises(WrongUse, match=r"cannot plan ep .* yet.*the model has no experts"):
+        check_degree_pins({"ep": 2}, LLAMA_70B, cluster)
 
 
 def test_warnings_about_pins_do_not_stop_a_plan() -> None:
