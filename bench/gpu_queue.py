@@ -86,6 +86,8 @@ class QueuedCase:
     offload: str = "none"
     in_backward: bool = False
     """Whether weights are updated in the backward pass."""
+    tp: int = 1
+    """Tensor-parallel ranks; `gpus` counts them too."""
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
     framework: a training with another framework and our callback, where `job` names the framework;
@@ -103,10 +105,10 @@ class QueuedCase:
         meshes = {
             Strategy.SINGLE: {},
             Strategy.DDP: {"dp_replicate": self.gpus},
-            Strategy.FSDP: {"dp_shard": self.gpus},
-            Strategy.HSDP: {"dp_replicate": self.nodes, "dp_shard": self.gpus // self.nodes},
+            Strategy.FSDP: {"dp_shard": self.gpus // self.tp},
+            Strategy.HSDP: {"dp_replicate": self.nodes, "dp_shard": self.gpus // self.nodes // self.tp},
         }
-        sizes: dict[str, Any] = meshes[strategy]
+        sizes: dict[str, Any] = meshes[strategy] | {"tp": self.tp}
         mesh = Mesh(**sizes)
         return Setting(
             micro_batch=self.micro_batch,
@@ -124,6 +126,21 @@ class QueuedCase:
             offload=read_offload(self.offload),
             optimizer_in_backward=self.in_backward,
         )
+
+
+def _tensor_ranks() -> list[QueuedCase]:
+    """One rank of tensor parallelism; between ranks nothing is sent."""
+    return [
+        QueuedCase("tensor-tp8-8b4-b4", FIT, 4, FP8_8B, "fsdp", 8, tp=8),
+        QueuedCase("tensor-tp8-8b4-full-b8", FIT, 8, FP8_8B, "fsdp", 8, recompute="full", tp=8),
+        QueuedCase("tensor-tp2-8b4-b4", FIT, 4, FP8_8B, "fsdp", 2, tp=2),
+        QueuedCase("tensor-tp4-fsdp16-8b4-b4", FIT, 4, FP8_8B, "fsdp", 64, tp=4),
+        QueuedCase("tensor-tp2-1b8-true-b4", FIT, 4, FP8_1B, "fsdp", 2, "bf16-true", tp=2),
+        QueuedCase("tensor-tp8-hsdp-8b4-b2", FIT, 2, FP8_8B, "hsdp", 64, nodes=2, tp=8),
+        QueuedCase(
+            "tensor-tp8-llama8b-full-b1", "Llama", 1, {"layers": 32}, "fsdp", 64, recompute="full", tp=8
+        ),
+    ]
 
 
 def _ranks() -> list[QueuedCase]:
@@ -578,6 +595,7 @@ def queue() -> list[QueuedCase]:
     return [
         *_frameworks(),
         *_ways_to_fit(),
+        *_tensor_ranks(),
         *_ranks(),
         *_scaled(),
         *eager[:30],

@@ -94,17 +94,20 @@ def _multiply(
     """Multiply two 8-bit matrices; the right one is stored by columns. `fast` sums with fewer bits."""
     if recipe.is_emulated:
         product = left.data.float() @ right.data.float()
-        return product.mul_(left.factors).mul_(right.factors).to(dtype)
-    # With scales per row, torch gives bf16 only.
-    out = torch._scaled_mm(
-        left.data,
-        right.data,
-        scale_a=left.factors,
-        scale_b=right.factors,
-        out_dtype=torch.bfloat16 if recipe.scales_rows else dtype,
-        use_fast_accum=fast,
-    )
-    return out.to(dtype)
+        out = product.mul_(left.factors).mul_(right.factors)
+    else:
+        # With scales per row, torch gives bf16 only.
+        out = torch._scaled_mm(
+            left.data,
+            right.data,
+            scale_a=left.factors,
+            scale_b=right.factors,
+            out_dtype=torch.bfloat16 if recipe.scales_rows else dtype,
+            use_fast_accum=fast,
+        )
+    # A cast to the same dtype returns the same tensor. Under torch.compile of torch 2.11, the result of the
+    # autograd function then counted as unused, and all gradients were 0.
+    return out if out.dtype == dtype else out.to(dtype)
 
 
 class _ScaledProduct(torch.autograd.Function):

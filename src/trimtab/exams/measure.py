@@ -146,6 +146,7 @@ def measure_rank(
         **(_measure_host() if setting.offload else {}),
         # Arithmetic on weights without values is faster than on real ones, so it is not reported.
         "step_s": statistics.median(times) if has_values else None,
+        **({} if has_values else {"step_s_without_values": statistics.median(times)}),
         "loss": float(steps.run_step(state, [batch], clip=clip)),
     }
 

@@ -59,11 +59,6 @@ def model_kind(trace: Trace) -> str | None:
     return "transformer" if is_transformer else None
 
 
-UNEXPLAINED_LOSSES = (
-    "fp8 with --compile: on an H200 (torch 2.11), losses of two compiled runs fell much less in the same "
-    "steps than in eager mode; on a CPU (torch 2.13) they agree. The cause is not known, so compare yours "
-    "before you train"
-)
 CONTEXT_NOTES = {
     ContextMethod.RING: "time: the next keys and values of a ring are on their way while the current block "
     "is computed; such a ring was never measured",
@@ -266,12 +261,8 @@ def _list_time_notes(
             "mxfp8 was measured on no GPU: products run at the fp8 peak as efficiently as fp8-rowwise, casts "
             "as fast as they move memory; trimtab predicts it, and does not train with it on a GPU"
         )
-    elif form is not None:
-        notes.append(
-            UNEXPLAINED_LOSSES
-            if setting.compile
-            else "fp8 without --compile: scaling and casting run as kernels of their own"
-        )
+    elif form is not None and not setting.compile:
+        notes.append("fp8 without --compile: scaling and casting run as kernels of their own")
     return notes
 
 

@@ -29,7 +29,6 @@ from trimtab.jobs.load import find_job_file, job_error, load_job
 from trimtab.launching.run_summary import JSON as SUMMARY
 from trimtab.launching.run_summary import build_summary, count_node_gpus, remove_summary, write_summary
 from trimtab.planner import batch_loss_rules
-from trimtab.predict.estimate import UNEXPLAINED_LOSSES
 from trimtab.spec import BatchLoss, IncidentKind
 from trimtab.strategies import strategy_of
 from trimtab.training.bad_steps import BadStepHandler, BadStepPolicy
@@ -423,8 +422,6 @@ class TrainingLoop:
         if note := describe_conversion(self.run.model, choice.dtypes):
             emulated = " (emulated: this device does not)" if self.run.device.type == "cpu" else ""
             self.events.step_log.say(note + emulated)
-            if choice.compile:
-                self.events.step_log.say(UNEXPLAINED_LOSSES)
         for note in self._describe_batch_split():
             self.events.step_log.say(note)
         if callable(getattr(self.job, "evaluate", None)) and self.validation is None:
