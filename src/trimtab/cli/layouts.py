@@ -11,10 +11,11 @@ from trimtab.spec.requests import LayoutsRequest
 
 @command(LayoutsRequest)
 def layouts(request: LayoutsRequest, *, json: Json = False) -> None:
-    """Rank tensor, context, expert, pipeline and data parallel degrees of a decoder.
+    """Rank the degrees of parallelism for a large language model.
 
-    Time and memory come from formulas over the sizes in config.json, not from a trace. An answer takes
-    seconds, for up to 16,384 GPUs. Exit code 3 when no layout fits.
+    You get tensor, context, expert, pipeline and data parallel degrees. Time and memory come from formulas
+    over the sizes in config.json, not from a trace, so an answer takes seconds for up to 16,384 GPUs. Exit
+    code 3 when no layout fits.
     """
     request = state_devices(request)
     with progress("ranking layouts"):

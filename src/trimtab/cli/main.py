@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "calibrate": ("exam", "Measure the GPU of this machine once, for predictions of time."),
     "plan": ("plan", "Find the best configuration that fits, without a GPU."),
-    "layouts": ("layouts", "Rank tensor, context, pipeline and data parallel degrees of a decoder."),
+    "layouts": ("layouts", "Rank the degrees of parallelism for a large language model."),
     "max": ("max", "Find the largest micro-batch, sequence or other number that fits."),
     "apply": ("apply", "Write a plan into your own config files, with a backup."),
     "show": ("apply", "Show what a config would use, and what would be better."),
