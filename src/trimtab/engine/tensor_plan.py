@@ -10,6 +10,7 @@ layer, and those are column layers.
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
     RunLoss = Callable[[nn.Module], Any]
     """Computes the loss of a batch on the meta device."""
+
+
+META = "meta"
 
 
 class Role(StrEnum):
@@ -267,7 +271,7 @@ def _follow_data(model: nn.Module, run_loss: RunLoss | None) -> tuple[DataFlow |
         return None, "there is no job whose loss() could be followed"
     layers = _list_layers(model)
     tensors = {
-        name: torch.empty_like(tensor, device="meta", requires_grad=False)
+        name: torch.empty_like(tensor, device=META, requires_grad=False)
         for name, tensor in _iterate_tensors(model)
     }
     from torch.nn.utils.stateless import _reparametrize_module
@@ -284,7 +288,7 @@ def _follow_data(model: nn.Module, run_loss: RunLoss | None) -> tuple[DataFlow |
             )
         ]
         try:
-            with torch.no_grad(), _reparametrize_module(model, tensors), follower:
+            with torch.no_grad(), _accept_meta_in_autocast(), _reparametrize_module(model, tensors), follower:
                 run_loss(model)
         except TrimtabError as error:
             return None, error.found
@@ -294,6 +298,33 @@ def _follow_data(model: nn.Module, run_loss: RunLoss | None) -> tuple[DataFlow |
             for handle in handles:
                 handle.remove()
     return follower.finish(), ""
+
+
+@contextmanager
+def _accept_meta_in_autocast() -> Iterator[None]:
+    """Let models ask for the autocast of the device of their tensors: torch refuses it for meta tensors."""
+    names = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
+    originals = {name: getattr(torch, name) for name in names}
+    start = torch.autocast.__init__
+
+    def as_cpu(device: Any) -> Any:
+        return "cpu" if device == META else device
+
+    def make_patched(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values: original(*map(as_cpu, values))
+
+    def start_patched(self: Any, device_type: str, *values: Any, **options: Any) -> None:
+        start(self, as_cpu(device_type), *values, **options)
+
+    try:
+        for name, original in originals.items():
+            setattr(torch, name, make_patched(original))
+        torch.autocast.__init__ = start_patched  # type: ignore[method-assign]
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+        torch.autocast.__init__ = start  # type: ignore[method-assign]
 
 
 def _iterate_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

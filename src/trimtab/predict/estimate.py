@@ -66,6 +66,12 @@ CONTEXT_NOTES = {
     "measured",
 }
 """What the time of attention over split sequences takes for granted."""
+TENSOR_NOTE = (
+    "time: what the Python of DTensor costs the host is not counted; with short blocks a step takes up to "
+    "three times as long"
+)
+"""On an H200 (torch 2.11), a rank of tp 8 with four blocks of an 8B model took 88 ms, and 32 are predicted;
+with tp 2 it took 69 ms, and 72 are predicted."""
 CALLS_NOT_MEASURED = (
     "time: what the host needs to call the optimizer for each weight in the backward pass was not measured "
     "beside a GPU"
@@ -300,6 +306,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
         notes.append(link.describe())
     notes += [CALLS_NOT_MEASURED] * setting.optimizer_in_backward
     notes += strategy_of(setting).time_assumptions
+    notes += [TENSOR_NOTE] * (setting.mesh.tp > 1)
     if setting.mesh.cp > 1:
         notes.append(CONTEXT_NOTES[setting.cp_method])
     if not alone and cluster is not None:
