@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.planner.degrees import list_divisors
 from trimtab.predict.layout import DecoderLayout, LayoutEstimator, LayoutMemory, LayoutTime, Sharding
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class LayoutSearch:
     def _list_model_degrees(self) -> Iterator[tuple[int, int, int]]:
         """Yield the legal degrees that split a model over ranks with the same samples."""
         question, shape = self.question, self.question.shape
-        for tp in _list_divisors(question.gpus):
+        for tp in list_divisors(question.gpus):
             if tp > question.per_node:
                 break
             if not question.allows(tp=tp):
@@ -138,7 +139,7 @@ class LayoutSearch:
                 self._rule_out(reason)
                 continue
             for cp in self._list_context_degrees(tp):
-                for pp in _list_divisors(question.gpus // (tp * cp)):
+                for pp in list_divisors(question.gpus // (tp * cp)):
                     if pp > shape.layers:
                         self._rule_out("fewer layers than stages")
                     elif question.allows(pp=pp):
@@ -146,7 +147,7 @@ class LayoutSearch:
 
     def _list_context_degrees(self, tp: int) -> Iterator[int]:
         question = self.question
-        for cp in _list_divisors(question.gpus // tp):
+        for cp in list_divisors(question.gpus // tp):
             if cp > 1 and question.sequence % (2 * cp * tp):
                 self._rule_out("the sequence does not divide by 2 x cp x tp")
             elif question.allows(cp=cp):
@@ -154,7 +155,7 @@ class LayoutSearch:
 
     def _list_expert_degrees(self, ranks: int) -> Iterator[int]:
         experts = self.question.shape.experts
-        for ep in _list_divisors(ranks) if experts else [1]:
+        for ep in list_divisors(ranks) if experts else [1]:
             if ep > experts > 0 or (ep > 1 and experts % ep):
                 self._rule_out("the experts do not divide by ep")
             elif self.question.allows(ep=ep):
@@ -208,15 +209,6 @@ def _why_not_tp(shape: DecoderShape, sequence: int, tp: int) -> str:
         "the sequence does not divide by tp": sequence,
     }
     return next((reason for reason, size in rules.items() if size % tp), "")
-
-
-def _list_divisors(number: int) -> list[int]:
-    """Return the divisors of a number.
-
-    >>> _list_divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _complexity(layout: DecoderLayout) -> int:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trimtab.predict.op_time import FLASH
 from trimtab.spec import DecoderShape, Work
 from trimtab.spec.precision import DTYPE_BYTES
 
-FLASH = "aten::_scaled_dot_product_flash_attention"
 ALIGNED = 16
 """Bytes to which matrices are aligned."""
 

@@ -132,6 +132,4 @@ class LayoutRanking(Noun, frozen=True, kw_only=True):
     """Layouts that were considered."""
     ruled_out: dict[str, int]
     """Number of layouts by the reason for which they were left out."""
-    nearest: LayoutRow | None = None
-    """If nothing fits: the layout that needs the least memory."""
     assumptions: tuple[str, ...] = ()
