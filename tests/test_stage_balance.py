@@ -30,7 +30,8 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.inward(x).chunk(3, dim=-1)
         x = x + functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return x + self.narrow(torch.relu(self.wide(x)))
+        result: torch.Tensor = x + self.narrow(torch.relu(self.wide(x)))
+        return result
 
 
 class Decoder(nn.Module):
@@ -46,7 +47,8 @@ class Decoder(nn.Module):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 class DecoderJob:
