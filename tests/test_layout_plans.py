@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
-from config_samples import SAMPLES
 
 import trimtab
+from config_samples import SAMPLES
 from trimtab.errors import WrongUse
 from trimtab.planner.plan_files import read_plan_file
 from trimtab.spec import Mesh, Plan, Setting, Strategy
