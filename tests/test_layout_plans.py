@@ -18,7 +18,7 @@ import trimtab
 from config_samples import SAMPLES
 from trimtab.errors import WrongUse
 from trimtab.planner.plan_files import read_plan_file
-from trimtab.spec import Mesh, Plan, Setting, Strategy
+from trimtab.spec import Launch, Mesh, Plan, Setting, Strategy
 from trimtab.strategies import find_training_refusal
 
 MODELS = Path(__file__).parent.parent / "bench" / "models"
@@ -27,7 +27,15 @@ QUESTION: dict[str, Any] = {"on": "8x8xH100", "seq": 8192, "global_batch": 256}
 
 
 def plan(pins: str, **changes: Any) -> Plan:
-    return trimtab.plan_layout(JOB, **{**QUESTION, **changes}, pins=[pins])
+    made = trimtab.plan_layout(JOB, **{**QUESTION, **changes}, pins=[pins])
+    assert isinstance(made, Plan)
+    return made
+
+
+def batch(made: Plan) -> Launch:
+    launch = trimtab.launch(made, kind="slurm")
+    assert isinstance(launch, Launch)
+    return launch
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +139,14 @@ def test_a_megatron_command_gets_virtual_stages_and_no_warning_about_shards(tmp_
 
 def test_slurm_gets_all_nodes_and_gpus(split: Plan, piped: Plan) -> None:
     for made in (split, piped):
-        launch = trimtab.launch(made, kind="slurm")
-        assert re.search(r"#SBATCH --nodes=8\b", launch.script)
-        assert re.search(r"#SBATCH --gres=gpu:8\b", launch.script)
+        script = batch(made).script or ""
+        assert re.search(r"#SBATCH --nodes=8\b", script)
+        assert re.search(r"#SBATCH --gres=gpu:8\b", script)
 
 
 def test_a_layout_that_train_cannot_run_is_not_started(split: Plan, piped: Plan) -> None:
-    assert trimtab.launch(split, kind="slurm").fault == ""
-    assert "pp 2 with ranks that shard weights" in trimtab.launch(piped, kind="slurm").fault
+    assert batch(split).fault == ""
+    assert "pp 2 with ranks that shard weights" in batch(piped).fault
     with pytest.raises(WrongUse, match="pp 2 with ranks that shard weights"):
         trimtab.train(JOB, piped)
 
