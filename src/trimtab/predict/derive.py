@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Number = int | Fraction
 MIXED_COLUMNS = ("host_sizes", "pinned_sizes")
 """Sizes besides those of the device, mixed entry by entry."""
-EQUAL_FIELDS = ("marks", "streams", "parts", "recomputed", "phases", "part", "stage_layers")
+EQUAL_FIELDS = ("marks", "streams", "parts", "recomputed", "phases", "part", "stage_layers", "block_work")
 """Fields that are equal in all traces of one program."""
 MIXED_FIELDS = (
     "recomputed_flops",

@@ -311,6 +311,8 @@ class Setting(Noun, frozen=True, kw_only=True):
     """Order of forward and backward passes in a pipeline; without a pipeline it has no effect."""
     virtual_stages: int = 1
     """Pipeline stages on each rank of a pipeline."""
+    stage_layers: tuple[int, ...] = ()
+    """Blocks of each pipeline stage, in order; empty: balanced by the time that the blocks take."""
     shares: tuple[Share, ...] = ()
     """Share of each rank, in the order of ranks, if devices differ; micro_batch and accumulation are then the
     largest of them. Empty if all ranks are equal."""

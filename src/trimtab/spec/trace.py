@@ -144,6 +144,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     """Bytes that a pipeline stage sends to the next one per micro-batch."""
     stage_layers: tuple[int, ...] = ()
     """Blocks of each stage of a pipeline, on all ranks; empty if it is no pipeline."""
+    block_work: tuple[float, ...] = ()
+    """Shares of the time of a micro-batch in a pipeline: before the blocks, of each block, and after them."""
     shared: int = 0
     """Trainable parameters (elements) that all stages of a pipeline hold."""
     pinned_sizes: tuple[int, ...] = ()

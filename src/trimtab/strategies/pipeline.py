@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from trimtab.spec import Mesh, Strategy
@@ -41,7 +42,7 @@ class PipelineStrategy(ParallelStrategy):
     time_assumptions = (
         (
             "pipeline: the time of the stages between the first and the last follows from that of the first "
-            "by their layers; a pipeline was never measured"
+            "by the work of their layers; a pipeline was never measured"
         ),
     )
     why_not_compiled = "a stage ends in the middle of the model, which a compiler cannot follow"
@@ -122,9 +123,9 @@ class PipelineStrategy(ParallelStrategy):
         """Return the difference between the simulated passes of all ranks and those of the slowest alone."""
         shape = find_shape(setting)
         first, last = passes[0], passes[-1]
-        layers = find_layers(first.trace, shape)
+        work = find_stage_work(first.trace, shape)
         kinds = [
-            _spread(layers, shape, *seconds)
+            _spread(work, shape, *seconds)
             for seconds in (
                 (first.forward_s, last.forward_s),
                 (first.input_s, last.input_s),
@@ -166,18 +167,28 @@ def find_shape(setting: Setting) -> PipelineShape:
     return PipelineShape(setting.schedule, setting.mesh.pp, setting.virtual_stages, setting.accumulation)
 
 
-def find_layers(trace: Trace, shape: PipelineShape) -> tuple[int, ...]:
-    """Return the layers of each stage; of a trace that does not know them, as many for all."""
-    return trace.stage_layers if len(trace.stage_layers) == shape.stages else (1,) * shape.stages
+def find_stage_work(trace: Trace, shape: PipelineShape, *, around: bool = True) -> tuple[float, ...]:
+    """Return the share of the work of each stage; of a trace that does not know it, as much for all.
+
+    With `around`, the first stage has what is before the blocks, and the last what is after them.
+    """
+    if len(trace.stage_layers) != shape.stages:
+        return (1.0,) * shape.stages
+    before, *blocks, after = trace.block_work or (0.0, *[1.0] * sum(trace.stage_layers), 0.0)
+    bounds = list(accumulate(trace.stage_layers, initial=0))
+    work = [sum(blocks[first:stop]) for first, stop in pairwise(bounds)]
+    work[0] += before * around
+    work[-1] += after * around
+    return tuple(work)
 
 
-def _spread(layers: Sequence[int], shape: PipelineShape, first_s: float, last_s: float) -> Iterator[float]:
+def _spread(work: Sequence[float], shape: PipelineShape, first_s: float, last_s: float) -> Iterator[float]:
     """Yield the seconds of each stage, from those of all stages of the first and of the last rank.
 
-    Every layer takes as long as one of the first rank; the last stage takes the rest of the last rank.
+    Work takes as long as on the first rank; the last stage takes the rest of the last rank.
     """
-    each_s = first_s / sum(layers[stage] for stage in shape.stages_of(0))
+    each_s = first_s / sum(work[stage] for stage in shape.stages_of(0))
     for stage in range(shape.stages - 1):
-        yield each_s * layers[stage]
-    others = sum(layers[stage] for stage in shape.stages_of(shape.ranks - 1)) - layers[-1]
+        yield each_s * work[stage]
+    others = sum(work[stage] for stage in shape.stages_of(shape.ranks - 1)) - work[-1]
     yield max(0.0, last_s - each_s * others)
