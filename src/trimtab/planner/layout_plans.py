@@ -37,7 +37,7 @@ from trimtab.strategies import find_training_refusal
 from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from trimtab.planner.estimator_interface import Layout
     from trimtab.planner.layouts import RankedLayout
@@ -226,6 +226,11 @@ def find_only_device(cluster: Cluster) -> Device:
     return cluster.devices[0]
 
 
+def find_unknown_degrees(layout: DecoderLayout) -> list[str]:
+    """Return the degrees of a layout that no mesh of a plan has."""
+    return [axis for axis in AXES if getattr(layout, axis) > 1 and axis not in Mesh.__struct_fields__]
+
+
 def make_setting(layout: DecoderLayout) -> Setting:
     """Return the setting of a layout, under the strategy whose ranks hold the same.
 
@@ -242,13 +247,13 @@ def make_setting(layout: DecoderLayout) -> Setting:
         strategy = Strategy.HSDP if copies > 1 else Strategy.FSDP
     if layout.gpus == 1:
         strategy = Strategy.SINGLE
-    degrees = {axis: degree for axis in AXES if (degree := getattr(layout, axis)) > 1}
-    if unknown := degrees.keys() - {*Mesh.__struct_fields__}:
+    if unknown := find_unknown_degrees(layout):
         raise WrongUse(
-            f"{unknown.pop()} in a plan",
+            f"{unknown[0]} in a plan",
             found="trimtab ranks such layouts, and has no plan for them yet",
-            cure="Write another row with --row N, or pin ep=1.",
+            cure=f"Write another row with --row N, or pin {unknown[0]}=1.",
         )
+    degrees = {axis: degree for axis in AXES if (degree := getattr(layout, axis)) > 1}
     return Setting(
         strategy=strategy,
         mesh=Mesh(dp_replicate=copies, dp_shard=shards, **degrees),
@@ -263,27 +268,37 @@ def make_setting(layout: DecoderLayout) -> Setting:
     )
 
 
-def make_layout_plan(
+def make_layout_plan(  # noqa: PLR0913 - parts of a plan
     study: LayoutStudy,
     chosen: RankedLayout,
     *,
     job: str,
     workload: Workload,
     policy: Policy,
+    among: Sequence[RankedLayout] = (),
 ) -> Plan:
-    """Return the plan of a layout: its setting with the figures of the formulas, reasons and alternatives."""
+    """Return the plan of a layout: its setting with the figures of the formulas, reasons and alternatives.
+
+    `among` are the layouts to compare it with; default: all that fit.
+    """
     cluster = study.model.cluster
     setting = make_setting(chosen.layout)
     estimate = add_run_totals(study.estimate(chosen), setting, workload)
-    others = [ranked for ranked in study.search.best_by_mesh() if ranked is not chosen][:RUNNERS_UP]
+    others = [
+        ranked
+        for ranked in study.search.best_by_mesh()
+        if ranked is not chosen and not find_unknown_degrees(ranked.layout)
+    ]
     return Plan(
         job=job,
         options={"seq": study.model.sequence},
         choice=setting,
         estimate=estimate,
         policy=policy,
-        reasons=tuple(list_layout_reasons(study, chosen)),
-        runners_up=tuple(describe_alternative(study, other, chosen, workload) for other in others),
+        reasons=tuple(list_layout_reasons(study, chosen, among or study.search.found)),
+        runners_up=tuple(
+            describe_alternative(study, other, chosen, workload) for other in others[:RUNNERS_UP]
+        ),
         rejected=list_layout_rejections(study),
         places=place_ranks(cluster).places,
         workload=workload,
@@ -324,17 +339,19 @@ def list_layout_rejections(study: LayoutStudy) -> tuple[Rejection, ...]:
     return tuple(rejections)
 
 
-def list_layout_reasons(study: LayoutStudy, chosen: RankedLayout) -> Iterator[Reason]:
+def list_layout_reasons(
+    study: LayoutStudy, chosen: RankedLayout, among: Sequence[RankedLayout]
+) -> Iterator[Reason]:
     """Yield each choice of a layout with its reason, in figures."""
     layout, setting = chosen.layout, make_setting(chosen.layout)
     gpus = len(study.model.cluster.devices)
     yield Reason(subject="gpus", value=f"{layout.gpus} of {gpus}", why="formulas rank layouts of all GPUs")
     yield Reason(subject="strategy", value=setting.strategy.value, why=_explain_data_ranks(layout))
-    for axis, words in AXES.items():
+    for axis in AXES:
         degree = getattr(layout, axis)
         if axis == "ep" and not study.model.shape.experts:
             continue
-        yield Reason(subject=axis, value=str(degree), why=_explain_degree(study, chosen, axis, words))
+        yield Reason(subject=axis, value=str(degree), why=explain_degree(study, chosen, axis, among))
     if layout.virtual_stages > 1:
         yield Reason(
             subject="virtual_stages", value=str(layout.virtual_stages), why="parts of the model on each stage"
@@ -360,13 +377,13 @@ def _explain_data_ranks(layout: DecoderLayout) -> str:
     return f"{copies}{plural(layout.dp_shard * layout.cp, 'shard')} of the weights"
 
 
-def _explain_degree(study: LayoutStudy, chosen: RankedLayout, axis: str, words: str) -> str:
-    """Return what the best layout with another degree would cost."""
-    degree = getattr(chosen.layout, axis)
+def explain_degree(study: LayoutStudy, chosen: RankedLayout, axis: str, among: Sequence[RankedLayout]) -> str:
+    """Return what the best layout with another degree would cost; `among` has the fastest first."""
+    degree, words = getattr(chosen.layout, axis), AXES[axis]
     if axis in study.model.pins:
         return f"{words}; pinned" if degree > 1 else "pinned"
     best: dict[int, float] = {}
-    for ranked in study.search.found:
+    for ranked in among:
         best.setdefault(getattr(ranked.layout, axis), ranked.time.total_s)
     texts = []
     if degree > 1 and 1 not in best:
