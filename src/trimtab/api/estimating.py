@@ -336,8 +336,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         sync_batchnorm=sync_batchnorm,
         **_read_schedule(schedule, virtual_stages),
     )
-    if any_batch:
-        setting = _add_micro_batches(setting, rules)
+    setting = _add_micro_batches(setting, rules) if any_batch else setting
     _refuse_illegal(setting, rules)
     return setting
 
