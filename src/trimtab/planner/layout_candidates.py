@@ -14,6 +14,7 @@ from trimtab.planner.layout_plans import (
     LayoutStudy,
     describe_alternative,
     explain_degree,
+    find_unknown_degrees,
     list_layout_rejections,
     make_setting,
     place_ranks,
@@ -144,7 +145,7 @@ def _list_runnable(study: LayoutStudy) -> Iterator[RankedLayout]:
     seen = set()
     for ranked in study.search.found:
         layout = ranked.layout
-        if layout.pp > 1 or _is_foreign(ranked):
+        if layout.pp > 1 or _is_foreign(study, ranked):
             continue
         setting = make_setting(layout)
         rules, plain = STRATEGIES[setting.strategy], setting.mesh
@@ -289,7 +290,7 @@ def note_other_trainers(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
     study = proposal.study
     fastest = study.search.found[0]
     saved = 1 - fastest.time.total_s / chosen.time.total_s
-    if fastest is chosen or saved <= WORTH_A_NOTE or not _is_foreign(fastest):
+    if fastest is chosen or saved <= WORTH_A_NOTE or not _is_foreign(study, fastest):
         return
     layout, model = fastest.layout, study.model
     pins = {axis: getattr(layout, axis) for axis in AXES if axis != "ep" or model.shape.experts}
@@ -305,14 +306,15 @@ def note_other_trainers(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
     )
 
 
-def _is_foreign(ranked: RankedLayout) -> bool:
-    """Whether `trimtab train` cannot run a layout; attention of split heads is not split over sequences."""
-    if ranked.layout.tp > 1 and ranked.layout.cp > 1:
+def _is_foreign(study: LayoutStudy, ranked: RankedLayout) -> bool:
+    """Whether `trimtab train` cannot run a layout.
+
+    Attention of split heads is not split over sequences, and experts are not split over tp.
+    """
+    layout = ranked.layout
+    if layout.tp > 1 and (layout.cp > 1 or study.model.shape.experts):
         return True
-    try:
-        return find_training_refusal(make_setting(ranked.layout)) is not None
-    except WrongUse:
-        return True
+    return bool(find_unknown_degrees(layout)) or find_training_refusal(make_setting(layout)) is not None
 
 
 def _name_cluster(cluster: Cluster) -> str:

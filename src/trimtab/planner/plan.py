@@ -50,6 +50,7 @@ TOO_SLOW_S = 20.0
 """If one round takes longer than this, nothing is traced ahead: a wrong guess would make the search wait."""
 LAYOUTS_TRACED_S = 45.0
 """Seconds since the start of a plan after which layouts that formulas propose are no longer traced."""
+TRACED_TOO_LONG = "not traced: that takes too long on this machine"
 LEAST_TRACED_S = 15.0
 """Seconds that tracing them gets in any case."""
 NEXT_RECOMPUTE = {Recompute.NONE: Recompute.SELECTIVE, Recompute.SELECTIVE: Recompute.FULL}
@@ -112,7 +113,7 @@ class JobTracer:
     def _make_timeout(self) -> TrimtabError:
         return CannotFollow(
             f"job {self.job}",
-            found="tracing takes too long",
+            found=TRACED_TOO_LONG,
             cure="Plan again while the machine is less busy, or pin degrees: --pin tp=8.",
         )
 
@@ -219,14 +220,14 @@ def _plan_layouts(
     proposal = propose_layouts(question, tracing.overrides)
     if proposal is None:
         return None
-    why = f"on more than {MOST_TRACED_GPUS:,} GPUs, layouts are not traced"
+    why = f"not traced: there are more than {MOST_TRACED_GPUS:,} GPUs"
     if proposal.is_traced:
         limited = replace(tracing, is_ahead=False, has_partner=False, ends_at=monotonic() + LAYOUTS_TRACED_S)
         with _open_estimator(question, limited, key, say=say) as estimator:
             made = _trace_layouts(proposal, question, estimator, say_best)
         if not isinstance(made, TrimtabError):
             return made and add_layouts(made, proposal)
-        why = f"not traced: {made.found}"
+        why = made.found
     made = make_layout_plan(
         proposal.study,
         proposal.best,
@@ -244,11 +245,12 @@ def _trace_layouts(
     estimator: TraceEstimator,
     say_best: Callable[[str], None],
 ) -> Plan | TrimtabError | None:
-    """Return the plan among the traced layouts; None if none fits, an error if none could be traced."""
+    """Return the plan among the traced layouts; None if none fits or runs, an error if time is up."""
     for space in list_spaces(proposal, question):
         estimator.direct |= {family.mesh.dp_shard for family in space.families}
         made = choose_among(space, question, estimator, notice=lambda seen: say_best(_describe_best(seen)))
-        if made is not None:
+        is_failed = isinstance(made, TrimtabError) and made.found != TRACED_TOO_LONG
+        if made is not None and not is_failed:
             return made
     return None
 
