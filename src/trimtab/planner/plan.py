@@ -222,7 +222,8 @@ def _plan_layouts(
         return None
     why = f"not traced: there are more than {MOST_TRACED_GPUS:,} GPUs"
     if proposal.is_traced:
-        limited = replace(tracing, is_ahead=False, has_partner=False, ends_at=monotonic() + LAYOUTS_TRACED_S)
+        ends_at = max(tracing.started + LAYOUTS_TRACED_S, monotonic() + LEAST_TRACED_S)
+        limited = replace(tracing, is_ahead=False, has_partner=False, ends_at=ends_at)
         with _open_estimator(question, limited, key, say=say) as estimator:
             made = _trace_layouts(proposal, question, estimator, say_best)
         if not isinstance(made, TrimtabError):
