@@ -15,7 +15,7 @@ from trimtab.errors import WrongUse
 from trimtab.spec.requests import ProfileRequest
 
 
-def exam(
+def exam(  # noqa: PLR0913, PLR0917 - options
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Only cases whose names match, as in 'gpt-*'.")
     ] = "*",

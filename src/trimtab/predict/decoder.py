@@ -167,8 +167,8 @@ def _list_float8_linear(rows: int, columns: int, inner: int, make: _Operations, 
     """Return a linear layer in 8 bits, with the kernels that scale and cast its inputs (torchao, compiled).
 
     A scale of a whole tensor needs its maximum first, so its numbers are read twice. Scales of rows need one
-    pass, but every product needs them along its own inner axis, so each tensor is cast twice. Fused casts write
-    both orders of a tensor at once, and weights are cast once for all micro-batches.
+    pass, but every product needs them along its own inner axis, so each tensor is cast twice. Fused casts
+    write both orders of a tensor at once, and weights are cast once for all micro-batches.
     """
     small = _Operations("float8_e4m3fn", "aten::_scaled_mm" + " by row" * (scales is Float8.ROW))
 

@@ -46,8 +46,8 @@ STATE_BYTES = 8
 MASTER_BYTES = 4
 """Of the copy of each weight in float32."""
 LOGIT_BYTES, EAGER_LOGIT_BYTES = 4, 10
-"""Of each score of the vocabulary: with a fused loss, the score and its gradient in 16 bits; else also a copy,
-its logarithm and the gradient of that in float32."""
+"""Of each score of the vocabulary: with a fused loss, the score and its gradient in 16 bits; else also a
+copy, its logarithm and the gradient of that in float32."""
 BLEND = 4
 """Power of the mean between device and host; a large one is their maximum."""
 TENSORS_PER_BLOCK = 9
@@ -296,7 +296,7 @@ class LayoutEstimator:
         if plain:
             stored += plain * count_stored(self.shape, share, recompute=layout.recompute, dense=True)
         again = count_stored(self.shape, share) * width if layout.recompute is not Recompute.NONE else 0
-        in_flight = self._count_held(layout, stage)
+        in_flight = self.count_held(layout, stage)
         is_last = stage == layout.pp - 1
         scores = share.tokens * -(-self.shape.vocabulary // layout.tp) if is_last else 0
         return LayoutMemory(
@@ -310,7 +310,7 @@ class LayoutEstimator:
         )
 
     @staticmethod
-    def _count_held(layout: DecoderLayout, stage: int) -> float:
+    def count_held(layout: DecoderLayout, stage: int) -> float:
         """Return how many micro-batches a stage stores at the same time; interleaving adds a part of one."""
         rounds = min(layout.pp - stage, layout.micro_batches)
         if layout.virtual_stages > 1:

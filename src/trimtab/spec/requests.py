@@ -473,6 +473,7 @@ class LayoutsRequest(JobOnDevices, frozen=True, kw_only=True):
         ),
     ] = ()
     top: Annotated[int, option("How many layouts to show.", minimum=1)] = 5
+    row: Annotated[int, option("Which layout --out writes: the number of its row.", minimum=1)] = 1
 
 
 class ProfileRequest(CommandRequest, frozen=True, kw_only=True):

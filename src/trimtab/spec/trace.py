@@ -136,8 +136,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     rank: str = ""
     """The same in words: branch llama, or stage 1 of 4; empty if all ranks are equal."""
     beside: tuple[Trace, ...] = ()
-    """Traces of the other kinds of ranks: every other branch; for a pipeline the last rank, because those
-    between follow from the first."""
+    """Traces of the other kinds of ranks: every other branch; for a pipeline the second and the last rank,
+    because those between follow from the second."""
     kept_bytes: int = 0
     """Bytes that a forward pass through all stages of a pipeline rank stores for its backward pass."""
     handed_bytes: int = 0

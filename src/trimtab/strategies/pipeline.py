@@ -41,7 +41,7 @@ class PipelineStrategy(ParallelStrategy):
     is_bounded_by_one_device = True
     time_assumptions = (
         (
-            "pipeline: the time of the stages between the first and the last follows from that of the first "
+            "pipeline: the time of the ranks between the second and the last follows from that of the second "
             "by the work of their layers; a pipeline was never measured"
         ),
     )
@@ -82,10 +82,14 @@ class PipelineStrategy(ParallelStrategy):
         return True
 
     def rank_kinds(self, mesh: Mesh, branches: Sequence[str]) -> list[RankKind]:
-        """Return the first rank, which holds the most micro-batches, and the last, which has the head."""
+        """Return the first rank, which holds the most micro-batches, the second, and the last.
+
+        The second may have more layers than the first; those after it hold fewer micro-batches. The last has
+        the head.
+        """
         return [
             RankKind(stage=stage, number=stage, words=f"stage {stage + 1} of {mesh.pp}")
-            for stage in (0, mesh.pp - 1)
+            for stage in sorted({0, min(1, mesh.pp - 1), mesh.pp - 1})
         ]
 
     def traced_as(self, mesh: Mesh) -> tuple[Strategy, Mesh]:
@@ -122,19 +126,15 @@ class PipelineStrategy(ParallelStrategy):
     ) -> Waits:
         """Return the difference between the simulated passes of all ranks and those of the slowest alone."""
         shape = find_shape(setting)
-        first, last = passes[0], passes[-1]
+        first = passes[0]
         work = find_stage_work(first.trace, shape)
         kinds = [
-            _spread(work, shape, *seconds)
-            for seconds in (
-                (first.forward_s, last.forward_s),
-                (first.input_s, last.input_s),
-                (first.weight_s, last.weight_s),
-            )
+            _spread(work, shape, [getattr(times, kind) for times in passes])
+            for kind in ("forward_s", "input_s", "weight_s")
         ]
         stages = tuple(StageTimes(*seconds) for seconds in zip(*kinds, strict=True))
         alone = simulate_step(shape, stages)
-        rank = 0 if slowest == 0 else shape.ranks - 1
+        rank = passes[slowest].trace.part
         send_s = links.send_s(first.trace.handed_bytes, setting.mesh.data_parallel)
         sent = simulate_step(shape, stages, send_s)
         return Waits(max(0.0, alone.total_s - alone.busy_s[rank]), max(0.0, sent.total_s - alone.total_s))
@@ -182,13 +182,18 @@ def find_stage_work(trace: Trace, shape: PipelineShape, *, around: bool = True) 
     return tuple(work)
 
 
-def _spread(work: Sequence[float], shape: PipelineShape, first_s: float, last_s: float) -> Iterator[float]:
-    """Yield the seconds of each stage, from those of all stages of the first and of the last rank.
+def _spread(work: Sequence[float], shape: PipelineShape, seconds: Sequence[float]) -> Iterator[float]:
+    """Yield the seconds of each stage, from those of all stages of the first, the second and the last rank.
 
-    Work takes as long as on the first rank; the last stage takes the rest of the last rank.
+    On the ranks between, work takes as long as on the second, or on the first of two. The last stage takes
+    what is left of the last rank.
     """
-    each_s = first_s / sum(work[stage] for stage in shape.stages_of(0))
+
+    def find_pace(rank: int) -> float:
+        return seconds[rank] / sum(work[stage] for stage in shape.stages_of(rank))
+
+    between_s = find_pace(0 if len(seconds) < 3 else 1)  # noqa: PLR2004 - a rank between two others
     for stage in range(shape.stages - 1):
-        yield each_s * work[stage]
+        yield (find_pace(0) if shape.rank_of(stage) == 0 else between_s) * work[stage]
     others = sum(work[stage] for stage in shape.stages_of(shape.ranks - 1)) - work[-1]
-    yield max(0.0, last_s - each_s * others)
+    yield max(0.0, seconds[-1] - between_s * others)

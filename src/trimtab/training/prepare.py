@@ -173,7 +173,7 @@ def prepare(
         install_stage=stage,
         equalise=equalise if several else None,
         fill=broadcast_tensor if several else None,
-        reduced=lambda model: _list_reduced(model, groups, own_prefix()),
+        reduced=lambda model: list_reduced(model, groups, own_prefix()),
         mid_backward=on_gradient,
         follow=make_meta_loss(request.job, setting),
     )
@@ -479,7 +479,7 @@ class _OptimizerFactory:
         self.optimizer = make
 
 
-def _list_reduced(
+def list_reduced(
     model: nn.Module, groups: RankGroups, own: str | None
 ) -> list[tuple[nn.Parameter, Any, int]]:
     """Return the trainable parameters, each with its reduction group and its number of ranks."""
