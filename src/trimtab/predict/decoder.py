@@ -207,30 +207,21 @@ def list_attention(shape: DecoderShape, share: RankShare) -> BlockPass:
     queries, keys = share.sequence // share.cp, share.sequence // share.cp
     if shape.flash:
         works: list[list[Work]] = [[], []]
-        for number in range(share.cp):
-            causal = number == 0
-            # Of all other parts, half of the queries or half of the keys are before the mask.
-            scores = queries * keys / (2 if causal or share.balanced else 1)
-            # Forward, scores and values; backward, scores again, then gradients of all three and of scores.
-            for way, sizes in ((0, 2 * (size + values)), (1, 2 * (3 * size + 2 * values))):
-                works[way].append(
-                    Work(
-                        op=share.kernels.attention + "_backward" * way,
-                        kind="attention",
-                        dtype=make.dtype,
-                        flops=int(sizes * batch * heads * scores),
-                        read_bytes=(3 + 3 * way) * batch * heads * queries * size * make.bytes,
-                        write_bytes=(1 + 2 * way) * batch * heads * queries * size * make.bytes,
-                        dims=(
-                            batch,
-                            heads,
-                            queries,
-                            keys if causal else max(1, keys // 2),
-                            size,
-                            int(causal),
-                        ),
-                    )
+        # Forward, scores and values; backward, scores again, then gradients of all three and of scores.
+        for way, sizes in ((0, 2 * (size + values)), (1, 2 * (3 * size + 2 * values))):
+            for causal in (True, False)[: share.cp]:
+                # Of all other parts, half of the queries or half of the keys are before the mask.
+                scores = queries * keys / (2 if causal or share.balanced else 1)
+                work = Work(
+                    op=share.kernels.attention + "_backward" * way,
+                    kind="attention",
+                    dtype=make.dtype,
+                    flops=int(sizes * batch * heads * scores),
+                    read_bytes=(3 + 3 * way) * batch * heads * queries * size * make.bytes,
+                    write_bytes=(1 + 2 * way) * batch * heads * queries * size * make.bytes,
+                    dims=(batch, heads, queries, keys if causal else max(1, keys // 2), size, int(causal)),
                 )
+                works[way] += [work] * (1 if causal else share.cp - 1)
         # Results of the parts are put together in float32.
         numbers = batch * heads * queries * values
         merge = [make.pointwise("aten::add", 4 * numbers, 2 * numbers, values)] * (share.cp - 1)

@@ -10,6 +10,7 @@ and DeepSeek shapes on 8 B200 (MooreThreads/SimuMax), see docs/layouts.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -225,6 +226,7 @@ class LayoutEstimator:
         self._block_s = lru_cache(maxsize=None)(self._time_block)
         self._ends_s = lru_cache(maxsize=None)(self._time_ends)
         self._update_s = lru_cache(maxsize=None)(self._time_update)
+        self._kinds = lru_cache(maxsize=None)(self._list_kinds)
 
     # memory
 
@@ -242,12 +244,17 @@ class LayoutEstimator:
 
     def count_kinds(self, layout: DecoderLayout, stage: int) -> tuple[int, int]:
         """Return the first blocks without experts of a stage, and its other blocks."""
-        own = self.count_layers(layout, stage)
-        if not self.shape.dense_layers:
-            return 0, own
-        before = sum(self.count_layers(layout, earlier) for earlier in range(stage))
-        plain = min(own, max(0, self.shape.dense_layers - before))
-        return plain, own - plain
+        return self._kinds(layout.pp)[stage]
+
+    def _list_kinds(self, stages: int) -> list[tuple[int, int]]:
+        kinds, before = [], 0
+        each, more = divmod(self.shape.layers, stages)
+        for stage in range(stages):
+            own = each + (1 <= stage <= more if more < stages - 1 else stage < more)
+            plain = min(own, max(0, self.shape.dense_layers - before))
+            kinds.append((plain, own - plain))
+            before += own
+        return kinds
 
     def count_layers(self, layout: DecoderLayout, stage: int) -> int:
         """Return the layers of a stage.
@@ -255,8 +262,7 @@ class LayoutEstimator:
         Where they do not divide, stages in the middle have one more, because the first has the embedding and
         the last the head: 126 layers on 16 stages are 7 on the first and the last, and 8 on the others.
         """
-        each, more = divmod(self.shape.layers, layout.pp)
-        return each + (1 <= stage <= more if more < layout.pp - 1 else stage < more)
+        return sum(self.count_kinds(layout, stage))
 
     def estimate_memory(self, layout: DecoderLayout) -> LayoutMemory:
         """Return the memory of the fullest rank, as torch allocates it."""
@@ -322,9 +328,12 @@ class LayoutEstimator:
 
     def _device_s(self, works: tuple[Work, ...]) -> float:
         """Return the seconds of the device; products that fill it lower its clock (h200.toml, throttled)."""
-        facts, seconds = self.host.step, self._work_s
-        busy = sum(seconds(work) + facts.gap_s for work in works)
-        products = sum(seconds(work) for work in works if work.kind in ARITHMETIC_KINDS)
+        # A ring of context parallelism repeats the same operation, so each is timed once.
+        facts, keys = self.host.step, list(map(id, works))
+        unique, counts = dict(zip(keys, works, strict=True)), Counter(keys)
+        seconds = {key: counts[key] * self._work_s(work) for key, work in unique.items()}
+        busy = sum(seconds.values()) + facts.gap_s * len(works)
+        products = sum(seconds[key] for key, work in unique.items() if work.kind in ARITHMETIC_KINDS)
         begin, full = facts.throttles_from, facts.throttles_at
         filled = min(1.0, max(0.0, (products / busy - begin) / (full - begin))) if busy else 0.0
         return busy + products * facts.throttled * filled
