@@ -636,6 +636,61 @@ def _frameworks() -> list[QueuedCase]:
     ]
 
 
+def _built_in() -> list[QueuedCase]:
+    """Return bridge and naics at full size, eager, and compiled as `trimtab train` does it."""
+    jobs = (("trimtab.jobs.bridge.job:Bridge", "bridge", 8), ("trimtab.jobs.naics.job:Naics", "naics", 16))
+    return [
+        QueuedCase(f"{name}{'-compile' * compiled}-b{micro}", job, micro, compile=compiled)
+        for job, name, micro in jobs
+        for compiled in (False, True)
+    ]
+
+
+QUALITY: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "gpt2": ("HFGPT2", 64, {}),
+    "resnet": ("ResNet50", 512, {"channels_last": True}),
+    "t5": ("T5", 128, {}),
+    "moe": ("MixtureLM", 64, {}),
+    "windows": ("bench/zoo_models.py:WindowedAttention", 128, {}),
+    "vit": ("ViT", 512, {}),
+    "llama": ("Llama", 16, {"layers": 16, "width": 2048, "ff": 8192}),
+    "unet": ("UNet", 256, {}),
+    "bert": ("Bert", 128, {}),
+    "dlrm": ("DLRM", 65536, {}),
+    "conformer": ("Conformer", 128, {}),
+}
+"""Jobs of eleven kinds at full depth, with the global batch of their plan."""
+
+
+def _quality() -> list[QueuedCase]:
+    """What a plan chooses from on one GPU: micro-batches of the same global batch, compiled, recomputed."""
+    choices: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (1, {"compile": True}),
+        (2, {}),
+        (4, {"compile": True}),
+        (1, {"recompute": "selective"}),
+        (4, {}),
+        (2, {"compile": True}),
+        (8, {}),
+        (1, {"recompute": "full"}),
+    ]
+    return [
+        QueuedCase(
+            "-".join(["quality", name, *map(str, choice.values()), f"b{batch // rounds}"]).replace(
+                "True", "compile"
+            ),
+            job,
+            batch // rounds,
+            options=options,
+            accumulation=rounds,
+            **choice,
+        )
+        for rounds, choice in choices
+        for name, (job, batch, options) in QUALITY.items()
+    ]
+
+
 def queue() -> list[QueuedCase]:
     """Every case, most informative first."""
     zoo = _zoo()
@@ -647,6 +702,8 @@ def queue() -> list[QueuedCase]:
         *_stages(),
         *_tensor_ranks(),
         *_ranks(),
+        *_built_in(),
+        *_quality(),
         *_scaled(),
         *eager[:30],
         *_attention(),

@@ -1270,9 +1270,13 @@ def _describe_spread(setting: Setting) -> str:
     ... )
     'hsdp 2 x 8 x tp 4 x pp 2'
     """
+    from trimtab.strategies import strategy_of
+
     mesh = setting.mesh
     degrees = {axis: getattr(mesh, axis, 1) for axis in ("cp", "tp", "pp", "ep")}
-    if max(degrees.values()) == 1 or setting.strategy == "pipeline":
+    if strategy_of(setting).has_schedule:
+        return strategy_of(setting).describe(mesh)
+    if max(degrees.values()) == 1:
         return setting.strategy.value
     ranks = [str(count) for count in (mesh.dp_replicate, mesh.dp_shard) if count > 1]
     split = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]

@@ -428,6 +428,8 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     offload: OffloadWords = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: VirtualStages = None
     gpus: GpuCount = None
     tp: TensorParallel = 1
     cp: ContextParallel = 1

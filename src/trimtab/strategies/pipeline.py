@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from trimtab.spec import Mesh, Strategy
+from trimtab.spec import Mesh, Schedule, Strategy
 from trimtab.strategies.base import ParallelStrategy, RankKind, Waits, Wrapping, on_mesh, usual_strategy
 from trimtab.strategies.schedules import (
     PipelineShape,
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 MOST_STAGES = 16
 """That a plan considers: with more of them most wait most of the time. Who names the strategy and nothing
 else gets one stage a device, however many."""
+SEARCHED_VIRTUAL_STAGES = (2, 4)
+"""Stages of each rank that a plan considers for an interleaved schedule."""
+FORWARD_SHARE = 0.25
+"""The least part of a micro-batch's time that its forward pass takes: as much as each of recomputation,
+gradients of activations and gradients of weights."""
 FILLED = 2
 """Micro-batches for each stage that keep all stages busy."""
 
@@ -77,6 +82,14 @@ class PipelineStrategy(ParallelStrategy):
         """Return as many micro-batches as keep all stages busy."""
         return FILLED * mesh.pp
 
+    def list_schedules(self, mesh: Mesh) -> Iterator[tuple[Schedule, int]]:
+        """Yield every schedule, and several virtual stages as long as there are not too many stages."""
+        yield Schedule.ONE_F_ONE_B, 1
+        yield Schedule.ZERO_BUBBLE, 1
+        for stages in SEARCHED_VIRTUAL_STAGES:
+            if mesh.pp * stages <= MOST_STAGES:
+                yield Schedule.INTERLEAVED, stages
+
     def uses_global_batch(self, mesh: Mesh) -> bool:
         """Say yes: how long stages idle depends on the number of micro-batches."""
         return True
@@ -107,11 +120,11 @@ class PipelineStrategy(ParallelStrategy):
     def least_step_s(self, setting: Setting, alone_s: Callable[[], float]) -> float | None:
         """Return the time of stages that share the work evenly and wait no longer than they have to."""
         stages = setting.mesh.pp
-        if setting.schedule.splits_backward:
-            return alone_s() / stages
         # Virtual stages divide the bubble.
         rounds = setting.accumulation * setting.virtual_stages
-        return alone_s() / stages * (rounds + stages - 1) / rounds
+        # If weight gradients fill the bubble, only the first forward pass to the last rank is left of it.
+        share = FORWARD_SHARE if setting.schedule.splits_backward else 1.0
+        return alone_s() / stages * (rounds + share * (stages - 1)) / rounds
 
     def held_micro_batches(self, setting: Setting, part: int) -> float:
         """Return the most that the schedule holds on a rank; with v virtual stages, each counts 1 / v."""
