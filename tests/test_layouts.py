@@ -19,10 +19,10 @@ from trimtab.jobs.decoder_shape import make_decoder_shape, read_decoder_shape
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.communication import find_links
 from trimtab.predict.decoder import (
+    BlockKernels,
+    BlockRecompute,
     Float8,
-    Kernels,
     RankShare,
-    Recompute,
     count_stored,
     list_again,
     list_attention,
@@ -104,19 +104,19 @@ def test_sequence_parallelism_and_recomputation_store_less() -> None:
     split = replace(plain, sequence_parallel=True)
     stored = [count_stored(shape, share) for share in (plain, split)]
     assert stored[0] - stored[1] == 4 * 4096 * 8192 * 7 // 8
-    selective = count_stored(shape, split, recompute=Recompute.SELECTIVE)
-    full = count_stored(shape, split, recompute=Recompute.FULL)
+    selective = count_stored(shape, split, recompute=BlockRecompute.SELECTIVE)
+    full = count_stored(shape, split, recompute=BlockRecompute.FULL)
     assert full == 4096 * 8192 // 8 < selective < stored[1]
 
 
 def test_torch_does_not_recompute_the_last_product_of_a_block() -> None:
     shape, share = shape_of("llama-8b"), RankShare(micro_batch=1, sequence=1024)
     block = list_block(shape, share)
-    whole = list_again(block, Recompute.FULL, Kernels())
-    early = list_again(block, Recompute.FULL, Kernels(stops_early=True))
+    whole = list_again(block, BlockRecompute.FULL, BlockKernels())
+    early = list_again(block, BlockRecompute.FULL, BlockKernels(stops_early=True))
     assert whole == block.forward
     assert [work.kind for work in whole[len(early) :]] == ["matrix", "pointwise"]
-    part = list_again(block, Recompute.SELECTIVE, Kernels())
+    part = list_again(block, BlockRecompute.SELECTIVE, BlockKernels())
     assert not any(work.kind == "attention" for work in part)
     assert sum(work.flops for work in part) < sum(work.flops for work in early)
 
@@ -152,7 +152,7 @@ def test_layers_in_8_bits_have_the_same_products_and_casts(scales: Float8) -> No
     shape = shape_of("llama-8b")
     share = RankShare(micro_batch=1, sequence=1024)
     plain = list_block(shape, share)
-    small = list_block(shape, replace(share, kernels=Kernels(float8=scales)))
+    small = list_block(shape, replace(share, kernels=BlockKernels(float8=scales)))
     for way in range(2):
         flops = [sum(work.flops for work in block[way]) for block in (plain, small)]
         assert flops[0] == flops[1]

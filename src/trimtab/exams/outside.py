@@ -22,7 +22,7 @@ from trimtab.catalog.facts import facts_of
 from trimtab.errors import WrongUse, find_nearest
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.communication import find_links
-from trimtab.predict.decoder import FLASH, Float8, Kernels
+from trimtab.predict.decoder import FLASH, BlockKernels, Float8
 from trimtab.predict.layout import DecoderLayout, LayoutEstimator, Sharding
 from trimtab.predict.op_time import CUDNN
 from trimtab.spec import DecoderShape, Noun
@@ -207,7 +207,7 @@ def _make_machines(names: tuple[str, str, str, str], gpus: int, layers: int) -> 
 def make_layout(row: OutsideRow) -> DecoderLayout:
     """Return how the step of a row was spread."""
     trainer = dict(read_facts()["trainer"][row.trainer])
-    kernels = Kernels(
+    kernels = BlockKernels(
         fused=trainer.pop("fused", True),
         attention=CUDNN if trainer.pop("attention", "cudnn") == "cudnn" else FLASH,
         fused_loss=trainer.pop("fused_loss", True),

@@ -27,7 +27,7 @@ ALIGNED = 16
 """Bytes to which matrices are aligned."""
 
 
-class Recompute(StrEnum):
+class BlockRecompute(StrEnum):
     """What a block computes again in its backward pass."""
 
     NONE = "none"
@@ -48,7 +48,7 @@ class Float8(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels:
+class BlockKernels:
     """Kernels of the trainer's code, where trainers differ."""
 
     fused: bool = True
@@ -63,7 +63,7 @@ class Kernels:
     checkpoint without re-entrance does."""
 
 
-FUSED_KERNELS = Kernels()
+FUSED_KERNELS = BlockKernels()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class RankShare:
     """Whether context-parallel ranks have equal parts of the scores; else the last has those of all parts."""
     ep: int = 1
     dtype: str = "bfloat16"
-    kernels: Kernels = FUSED_KERNELS
+    kernels: BlockKernels = FUSED_KERNELS
 
     @property
     def tokens(self) -> int:
@@ -481,7 +481,11 @@ def list_head(shape: DecoderShape, share: RankShare) -> BlockPass:
 
 
 def count_stored(
-    shape: DecoderShape, share: RankShare, *, recompute: Recompute = Recompute.NONE, dense: bool = False
+    shape: DecoderShape,
+    share: RankShare,
+    *,
+    recompute: BlockRecompute = BlockRecompute.NONE,
+    dense: bool = False,
 ) -> int:
     """Return the numbers that a block stores for its backward pass on one rank.
 
@@ -490,12 +494,12 @@ def count_stored(
     kernels, which store no copies in float32; eager code stores more.
     """
     hidden = share.own_tokens * shape.width
-    if recompute is Recompute.FULL:
+    if recompute is BlockRecompute.FULL:
         return hidden
     rows, inner = share.tokens, shape.dense_feed_forward if dense else shape.feed_forward
     queries, outputs = (shape.heads * size // share.tp for size in (shape.head_size, shape.values))
     groups = max(shape.key_value_heads // share.tp, 1)
-    if recompute is Recompute.SELECTIVE:
+    if recompute is BlockRecompute.SELECTIVE:
         # The input, queries, values, the result of attention, the gate and the result of the block.
         return 2 * hidden + rows * (queries + groups * shape.values + outputs + inner // share.tp)
     attention = rows * (queries + groups * (shape.head_size + shape.values) + outputs)
@@ -516,12 +520,12 @@ def count_stored(
     return 4 * hidden + attention + shared + chosen
 
 
-def list_again(block: BlockPass, recompute: Recompute, kernels: Kernels) -> tuple[Work, ...]:
+def list_again(block: BlockPass, recompute: BlockRecompute, kernels: BlockKernels) -> tuple[Work, ...]:
     """Return the operations that run a second time before the backward pass of a block."""
-    if recompute is Recompute.NONE:
+    if recompute is BlockRecompute.NONE:
         return ()
     places = [number for number, work in enumerate(block.forward) if work.kind == "matrix"]
-    if recompute is Recompute.FULL:
+    if recompute is BlockRecompute.FULL:
         # Layers in 8 bits store their inputs after their product.
         ends = kernels.stops_early and kernels.float8 is Float8.NONE
         return block.forward[: places[-1]] if ends else block.forward

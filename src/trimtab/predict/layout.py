@@ -20,11 +20,11 @@ from trimtab.catalog.tables import collectives
 from trimtab.predict.decoder import (
     FLASH,
     FUSED_KERNELS,
+    BlockKernels,
     BlockPass,
+    BlockRecompute,
     Float8,
-    Kernels,
     RankShare,
-    Recompute,
     count_stored,
     list_again,
     list_attention,
@@ -100,7 +100,7 @@ class DecoderLayout:
     """Whether each block stores attention and every second product (torchtitan's way by operation)."""
     keeps_gathered: bool = False
     """Whether gathered weights stay until the backward pass (ZeRO-2), instead of being gathered again."""
-    kernels: Kernels = FUSED_KERNELS
+    kernels: BlockKernels = FUSED_KERNELS
     dtype: str = "bfloat16"
     gradients: str = "float32"
 
@@ -131,11 +131,11 @@ class DecoderLayout:
         )
 
     @property
-    def recompute(self) -> Recompute:
+    def recompute(self) -> BlockRecompute:
         """Return what blocks compute again."""
         if self.full_recompute:
-            return Recompute.FULL
-        return Recompute.SELECTIVE if self.selective_recompute else Recompute.NONE
+            return BlockRecompute.FULL
+        return BlockRecompute.SELECTIVE if self.selective_recompute else BlockRecompute.NONE
 
     @property
     def shards(self) -> int:
@@ -301,7 +301,7 @@ class LayoutEstimator:
         stored = blocks * count_stored(self.shape, share, recompute=layout.recompute)
         if plain:
             stored += plain * count_stored(self.shape, share, recompute=layout.recompute, dense=True)
-        again = count_stored(self.shape, share) * width if layout.recompute is not Recompute.NONE else 0
+        again = count_stored(self.shape, share) * width if layout.recompute is not BlockRecompute.NONE else 0
         in_flight = self.count_held(layout, stage)
         is_last = stage == layout.pp - 1
         scores = share.tokens * -(-self.shape.vocabulary // layout.tp) if is_last else 0
@@ -351,11 +351,11 @@ class LayoutEstimator:
         launch = self.host.forward_s * (len(passed.forward) + len(again))
         return device, launch + self.host.backward_s * len(passed.backward)
 
-    def _time_block(self, share: RankShare, recompute: Recompute, *, dense: bool = False) -> PassTime:
+    def _time_block(self, share: RankShare, recompute: BlockRecompute, *, dense: bool = False) -> PassTime:
         block = list_block(self.shape, share, dense=dense)
         device, host = self._pass_s(block, list_again(block, recompute, share.kernels))
         # A block that is recomputed in part has stored the results of its collectives.
-        repeats = recompute is Recompute.FULL
+        repeats = recompute is BlockRecompute.FULL
         calls = sum(_count_exchanges(share, recompute=repeats)) * self.host.forward_s
         return PassTime(device, host + calls, self._exchange_s(share, recompute=repeats, dense=dense))
 
