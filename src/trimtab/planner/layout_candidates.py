@@ -73,6 +73,11 @@ class LayoutProposal:
         return bool(self.runnable) and self.runnable[0].layout.gpus <= MOST_TRACED_GPUS
 
     @property
+    def needs_search(self) -> bool:
+        """Whether all data-parallel settings are traced too: they fit, and the model is small enough."""
+        return self.data_parallel_s is not None and self.study.model.shape.parameters < LARGE
+
+    @property
     def best(self) -> RankedLayout:
         """The layout to plan with, by formulas alone."""
         return self.runnable[0] if self.runnable else self.study.search.best_by_mesh()[0]
@@ -87,8 +92,8 @@ def propose_layouts(question: PlanQuestion, overrides: Mapping[str, Any]) -> Lay
     alone_s = _find_data_parallel_s(study)
     if alone_s is not None:
         best_s = runnable[0].time.total_s if runnable else alone_s
-        is_large = study.model.shape.parameters >= LARGE and runnable
-        if best_s > alone_s * (1 - ERROR) and not is_large:
+        is_large = study.model.shape.parameters >= LARGE
+        if not runnable or (best_s > alone_s * (1 - ERROR) and not is_large):
             return None
     return LayoutProposal(study, runnable, alone_s)
 
@@ -136,7 +141,9 @@ def _put_simplest_first(runnable: list[RankedLayout]) -> tuple[RankedLayout, ...
     first = min(
         alike, key=lambda ranked: (count_splits(ranked.layout), ranked.layout.cp > 1, ranked.time.total_s)
     )
-    return (first, *(ranked for ranked in runnable if ranked is not first))
+    others = [ranked for ranked in runnable if ranked is not first]
+    # Data parallelism alone comes next: it can be compiled, which formulas do not know.
+    return (first, *sorted(others, key=is_split))
 
 
 def _list_runnable(study: LayoutStudy) -> Iterator[RankedLayout]:
@@ -266,6 +273,12 @@ def list_degree_reasons(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
         if degree > 1 and not plan.by_formulas:
             why = f"by formulas: {explain_degree(study, chosen, axis, proposal.runnable)}"
             yield Reason(subject=axis, value=str(degree), why=why)
+    if not plan.by_formulas:
+        yield Reason(
+            subject="figures",
+            value="traced",
+            why=f"formulas say {chosen.time.total_s:.3g} s a step: they assume fused kernels",
+        )
     meshes = len({look.setting.mesh for look in plan.looked_at})
     traced = f", {meshes} traced of {len(proposal.runnable)} that trimtab train runs" if meshes else ""
     alone = "no data-parallel setting fits"

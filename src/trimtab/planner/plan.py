@@ -226,8 +226,14 @@ def _plan_layouts(
         limited = replace(tracing, is_ahead=False, has_partner=False, ends_at=ends_at)
         with _open_estimator(question, limited, key, say=say) as estimator:
             made = _trace_layouts(proposal, question, estimator, say_best)
-        if not isinstance(made, TrimtabError):
-            return made and add_layouts(made, proposal)
+        if made is None or (isinstance(made, TrimtabError) and proposal.needs_search):
+            return None
+        if isinstance(made, Plan):
+            made = add_layouts(made, proposal)
+            if not proposal.needs_search:
+                return made
+            other = _search_plan(question, tracing, key, say=say, say_best=say_best)
+            return min(made, other, key=lambda plan: plan.estimate.step_s or 0.0)
         why = made.found
     made = make_layout_plan(
         proposal.study,
