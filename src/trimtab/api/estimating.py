@@ -105,6 +105,8 @@ def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
         tp=request.tp,
         cp=request.cp,
         cp_method=request.cp_method,
+        ep=request.ep,
+        expert_imbalance=request.expert_imbalance,
         optimizer=request.optimizer,
         optimizer_in_backward=request.optimizer_in_backward,
         allocator=request.allocator,
@@ -258,6 +260,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     tp: int = 1,
     cp: int = 1,
     cp_method: str = "ring",
+    ep: int = 1,
+    expert_imbalance: float = 1.0,
     base: str = "none",
     loss: str = "whole",
     offload: str = "none",
@@ -289,7 +293,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
 
     how = _read_word(Strategy, strategy, "strategy")
     rules = STRATEGIES[how]
-    if max(tp, cp) > 1 and not rules.needs_several_gpus:
+    if max(tp, cp, ep) > 1 and not rules.needs_several_gpus:
         # The GPUs that are left share the weights of every part of a layer.
         rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     if compile and rules.needs_several_gpus:
@@ -305,10 +309,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
-    for flag, number in (("--micro-batch", micro_batch), ("--tp", tp), ("--cp", cp)):
-        if number < 1:
-            raise WrongUse(f"{flag} {number}", found="it is below 1", cure="Give at least 1.")
-    mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp)
+    _refuse_below_one(micro_batch=micro_batch, tp=tp, cp=cp, ep=ep, expert_imbalance=expert_imbalance)
+    mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
@@ -322,6 +324,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         base=_read_word(BaseFormat, base, "base"),
         loss=_read_word(LossForm, loss, "loss"),
         cp_method=_read_word(ContextMethod, cp_method, "cp-method"),
+        expert_imbalance=expert_imbalance,
         recompute=way,
         offload=_read_offload(offload),
         compile=compile,
@@ -333,6 +336,16 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     )
     _refuse_illegal(setting, rules)
     return setting
+
+
+def _refuse_below_one(**numbers: float) -> None:
+    """Raise if one of the options is below 1."""
+    from trimtab.errors import WrongUse
+
+    for name, number in numbers.items():
+        if number < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise WrongUse(f"{flag} {number:g}", found="it is below 1", cure="Give at least 1.")
 
 
 def _read_schedule(schedule: str, virtual_stages: int | None) -> dict[str, Any]:
