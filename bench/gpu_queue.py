@@ -43,6 +43,7 @@ from trimtab.spec import (  # noqa: E402
     OptimizerRule,
     Precision,
     Recompute,
+    Schedule,
     Setting,
     Strategy,
 )
@@ -94,6 +95,10 @@ class QueuedCase:
     """Ranks with different experts, among those with shards."""
     imbalance: float = 1.0
     """Tokens of this rank over those of the mean rank, with experts on different ranks."""
+    stage: int = 0
+    """Of a pipeline with a stage a GPU, the rank that is measured."""
+    accumulation: int = 1
+    schedule: str = "1f1b"
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
     framework: a training with another framework and our callback, where `job` names the framework;
@@ -113,12 +118,15 @@ class QueuedCase:
             Strategy.DDP: {"dp_replicate": self.gpus},
             Strategy.FSDP: {"dp_shard": self.gpus // self.tp},
             Strategy.HSDP: {"dp_replicate": self.nodes, "dp_shard": self.gpus // self.nodes // self.tp},
+            Strategy.PIPELINE: {"pp": self.gpus},
         }
         sizes: dict[str, Any] = meshes[strategy] | {"tp": self.tp, "ep": self.ep}
         mesh = Mesh(**sizes)
         return Setting(
             micro_batch=self.micro_batch,
-            global_batch=self.micro_batch * mesh.data_parallel,
+            accumulation=self.accumulation,
+            global_batch=self.micro_batch * self.accumulation * mesh.data_parallel,
+            schedule=Schedule(self.schedule),
             strategy=strategy,
             mesh=mesh,
             precision=Precision(self.precision),
@@ -133,6 +141,47 @@ class QueuedCase:
             optimizer_in_backward=self.in_backward,
             expert_imbalance=self.imbalance,
         )
+
+
+def _stages() -> list[QueuedCase]:
+    """One rank of a pipeline of 4, with all its micro-batches in flight; between ranks nothing is sent."""
+    llama: dict[str, Any] = {"layers": 16}
+    return [
+        *(
+            QueuedCase(
+                f"stage{stage + 1}of4-llama8b16-b1",
+                "Llama",
+                1,
+                llama,
+                "pipeline",
+                4,
+                stage=stage,
+                accumulation=8,
+            )
+            for stage in (0, 1, 3)
+        ),
+        QueuedCase(
+            "stage2of4-llama8b16-zero-bubble-b1",
+            "Llama",
+            1,
+            llama,
+            "pipeline",
+            4,
+            stage=1,
+            accumulation=8,
+            schedule="zero-bubble",
+        ),
+        QueuedCase(
+            "stage1of4-llama8b16-full-b4",
+            "Llama",
+            4,
+            llama,
+            "pipeline",
+            4,
+            recompute="full",
+            accumulation=8,
+        ),
+    ]
 
 
 def _tensor_ranks() -> list[QueuedCase]:
@@ -612,6 +661,61 @@ def _frameworks() -> list[QueuedCase]:
     ]
 
 
+def _built_in() -> list[QueuedCase]:
+    """Return bridge and naics at full size, eager, and compiled as `trimtab train` does it."""
+    jobs = (("trimtab.jobs.bridge.job:Bridge", "bridge", 8), ("trimtab.jobs.naics.job:Naics", "naics", 16))
+    return [
+        QueuedCase(f"{name}{'-compile' * compiled}-b{micro}", job, micro, compile=compiled)
+        for job, name, micro in jobs
+        for compiled in (False, True)
+    ]
+
+
+QUALITY: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "gpt2": ("HFGPT2", 64, {}),
+    "resnet": ("ResNet50", 512, {"channels_last": True}),
+    "t5": ("T5", 128, {}),
+    "moe": ("MixtureLM", 64, {}),
+    "windows": ("bench/zoo_models.py:WindowedAttention", 128, {}),
+    "vit": ("ViT", 512, {}),
+    "llama": ("Llama", 16, {"layers": 16, "width": 2048, "ff": 8192}),
+    "unet": ("UNet", 256, {}),
+    "bert": ("Bert", 128, {}),
+    "dlrm": ("DLRM", 65536, {}),
+    "conformer": ("Conformer", 128, {}),
+}
+"""Jobs of eleven kinds at full depth, with the global batch of their plan."""
+
+
+def _quality() -> list[QueuedCase]:
+    """What a plan chooses from on one GPU: micro-batches of the same global batch, compiled, recomputed."""
+    choices: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (1, {"compile": True}),
+        (2, {}),
+        (4, {"compile": True}),
+        (1, {"recompute": "selective"}),
+        (4, {}),
+        (2, {"compile": True}),
+        (8, {}),
+        (1, {"recompute": "full"}),
+    ]
+    return [
+        QueuedCase(
+            "-".join(["quality", name, *map(str, choice.values()), f"b{batch // rounds}"]).replace(
+                "True", "compile"
+            ),
+            job,
+            batch // rounds,
+            options=options,
+            accumulation=rounds,
+            **choice,
+        )
+        for rounds, choice in choices
+        for name, (job, batch, options) in QUALITY.items()
+    ]
+
+
 def queue() -> list[QueuedCase]:
     """Every case, most informative first."""
     zoo = _zoo()
@@ -620,9 +724,12 @@ def queue() -> list[QueuedCase]:
     return [
         *_frameworks(),
         *_ways_to_fit(),
+        *_stages(),
         *_tensor_ranks(),
         *_expert_ranks(),
         *_ranks(),
+        *_built_in(),
+        *_quality(),
         *_scaled(),
         *eager[:30],
         *_attention(),
@@ -664,6 +771,10 @@ def measure(name: str) -> dict[str, Any]:
     hold = contextlib.nullcontext() if case.compile else exclusive()
     try:
         with hold:
+            if case.strategy == Strategy.PIPELINE:
+                from bench.stage_cases import measure_stage
+
+                return measure_stage(job, case.setting, case.stage)
             found = measure_rank(job, case.setting, timing=exclusive if case.compile else None)
     except torch.OutOfMemoryError as error:
         found = {"out_of_memory": str(error).split("\n")[0]}
@@ -878,11 +989,14 @@ def predict(case: QueuedCase) -> dict[str, float]:
     request = TraceRequest(
         job=case.job_name, overrides=case.options, setting=case.setting, device=cluster.devices[0]
     )
-    found = estimate_trace(trace_setting(request), case.setting, cluster.devices[0], cluster=cluster)[0]
+    trace = trace_setting(request)
+    if case.strategy == Strategy.PIPELINE:
+        trace = next(rank for rank in trace.ranks if rank.part == case.stage).replace(beside=())
+    found = estimate_trace(trace, case.setting, cluster.devices[0], cluster=cluster)[0]
     step_s = found.step_s
     if step_s is not None and found.step_time is not None:
-        # Ranks of many are measured alone, with collectives that move nothing.
-        step_s -= found.step_time.communication_s
+        # Ranks of many are measured alone, with collectives that move nothing, and wait for nobody.
+        step_s -= found.step_time.communication_s + found.step_time.bubble_s
     return {
         "allocated_bytes": found.allocated_bytes,
         "reserved_bytes": found.reserved_bytes,

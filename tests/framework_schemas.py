@@ -187,9 +187,83 @@ TORCHTUNE = {
     "device": (str, None),
 }
 
+MEGATRON_MODEL = {
+    # Megatron-LM d98e8a6 (22 August 2026), megatron/core/model_parallel_config.py and
+    # megatron/core/transformer/transformer_config.py.
+    "tensor_model_parallel_size": (int, 1),
+    "pipeline_model_parallel_size": (int, 1),
+    "context_parallel_size": (int, 1),
+    "expert_model_parallel_size": (int, 1),
+    "virtual_pipeline_model_parallel_size": (int, None),
+    "recompute_granularity": (("full", "selective"), None),
+    "recompute_method": (("uniform", "block"), None),
+    "recompute_num_layers": (int, None),
+}
+
+MEGATRON_BRIDGE = {
+    # Megatron-Bridge 067f987 (22 August 2026), src/megatron/bridge/training: config.py, mixed_precision.py.
+    **{f"model.{key}": row for key, row in MEGATRON_MODEL.items()},
+    "model.seq_length": (int, None),
+    "dataset.seq_length": (int, None),
+    "train.micro_batch_size": (int, None),
+    "train.global_batch_size": (int, None),
+    "mixed_precision": (("bf16_mixed", "fp16_mixed", "bf16-mixed", "fp16-mixed"), None),
+}
+
+NEMO = {
+    # NeMo 1, examples/nlp/language_modeling/conf/megatron_gpt_config.yaml.
+    **{f"model.{key}": row for key, row in MEGATRON_MODEL.items()},
+    "model.micro_batch_size": (int, None),
+    "model.global_batch_size": (int, None),
+    "model.encoder_seq_length": (int, None),
+    "trainer.precision": (("bf16", "bf16-mixed", 16, 32), None),
+    "trainer.devices": (int, None),
+    "trainer.num_nodes": (int, 1),
+}
+
+MEGATRON_LM = {
+    # Megatron-LM d98e8a6 (22 August 2026): its options have the names of the fields of its configs.
+    **{f"args.{key.replace('_', '-')}": row for key, row in MEGATRON_MODEL.items()},
+    "args.num-virtual-stages-per-pipeline-rank": (int, None),
+    "args.micro-batch-size": (int, None),
+    "args.global-batch-size": (int, None),
+    "args.seq-length": (int, None),
+    "args.bf16": (bool, False),
+    "args.fp16": (bool, False),
+}
+MEGATRON_LM_SHELL = {
+    "GPUS_PER_NODE",
+    "NPROC_PER_NODE",
+    "NNODES",
+    "NUM_NODES",
+    "gpus-per-node",
+    "gpus-per-node.count",
+    "gres.gpu",
+    "nodes",
+}
+"""Variables of its example scripts, and headers of Slurm."""
+
+NANOTRON = {
+    # nanotron 2411b02 (7 April 2026), src/nanotron/config: parallelism_config.py, config.py.
+    "parallelism.dp": (int, None),
+    "parallelism.tp": (int, None),
+    "parallelism.pp": (int, None),
+    "parallelism.context_parallel_size": (int, 1),
+    "parallelism.expert_parallel_size": (int, 1),
+    "parallelism.recompute_layer": (bool, False),
+    "tokens.micro_batch_size": (int, None),
+    "tokens.batch_accumulation_per_replica": (int, None),
+    "tokens.sequence_length": (int, None),
+    "model.dtype": (("bfloat16", "float16", "float32"), None),
+}
+
 SCHEMAS: dict[str, tuple[dict[str, tuple[Any, Any]], set[str]]] = {
     "torchtitan": (TORCHTITAN, TORCHTITAN_OLDER),
     "torchtune": (TORCHTUNE, set()),
     "axolotl": (AXOLOTL, AXOLOTL_OLDER),
     "llama-factory": (LLAMA_FACTORY, set()),
+    "megatron-bridge": (MEGATRON_BRIDGE, set()),
+    "nemo": (NEMO, set()),
+    "megatron-lm": (MEGATRON_LM, MEGATRON_LM_SHELL),
+    "nanotron": (NANOTRON, set()),
 }

@@ -190,6 +190,22 @@ def test_a_family_that_cannot_tell_says_so() -> None:
     assert interpolate_family({4: trace(4), 8: trace(8, parts=(0, 3, 3, 3))}, 6) is None
 
 
+def test_a_small_change_of_the_program_does_not_break_the_line() -> None:
+    """Few rows take another kernel, with another workspace: all other sizes stay on the line."""
+    plain = trace(2)
+    other = plain.replace(parts=(0, 3, 3, 3))
+    known = {2: other, 16: trace(16), 32: trace(32)}
+    assert interpolate_trace(other, trace(32), 2, 32, 8) is None
+    found = interpolate_family(known, 8)
+    assert isinstance(found, Trace)
+    assert found.sizes == trace(8).sizes
+    assert found.assumptions == ("sizes are read off a line through traces at micro-batches 16 and 32",)
+    # A program that allocates much more is another one, and two traces of it are missing.
+    large = other.replace(sizes=tuple(2 * size for size in plain.sizes))
+    assert interpolate_family({2: large, 16: trace(16), 32: trace(32)}, 8) is None
+    assert interpolate_family({2: other, 16: trace(16)}, 8) is None
+
+
 def test_a_third_trace_off_the_line_forbids_the_line() -> None:
     bent = trace(16, sizes=(4 * MIB, 2 * trace(16).sizes[1], 228, trace(16).sizes[3]))
     assert interpolate_family({4: trace(4), 8: trace(8), 16: bent}, 6) is None

@@ -42,6 +42,7 @@ from trimtab.spec import (
     Plan,
     Precision,
     RankPlacement,
+    Recompute,
     Setting,
     Strategy,
 )
@@ -530,7 +531,9 @@ def test_show_prints_findings_and_ends_with_2(
 # --- plans into configs
 
 
-def apply_mesh(mesh: Mesh, text: str, file: str, nodes: int = 1) -> tuple[str, list[str]]:
+def apply_mesh(
+    mesh: Mesh, text: str, file: str, nodes: int = 1, recompute: Recompute = Recompute.NONE
+) -> tuple[str, list[str]]:
     """Return a config with a plan for a mesh, and what was said."""
     choice = Setting(
         strategy=Strategy.FSDP,
@@ -539,6 +542,7 @@ def apply_mesh(mesh: Mesh, text: str, file: str, nodes: int = 1) -> tuple[str, l
         accumulation=4,
         global_batch=8 * mesh.data_parallel,
         precision=Precision.BF16,
+        recompute=recompute,
     )
     places = tuple(
         RankPlacement(node=rank * nodes // mesh.size, node_name="n", device=rank, name="H100")
@@ -569,6 +573,23 @@ def test_the_degrees_of_a_plan_are_written(name: str, lines: list[str]) -> None:
         assert line in after, after
     again, _ = apply_mesh(Mesh(dp_shard=4, tp=8), after, file, nodes=4)
     assert again == after
+
+
+@pytest.mark.parametrize("name", ["megatron-bridge", "nemo", "megatron-lm"])
+def test_megatron_gets_all_that_full_recomputing_needs(name: str) -> None:
+    """Megatron refuses recompute_granularity full without a method and a number of layers."""
+    file, text = SAMPLES[name][0]
+    mesh = Mesh(dp_shard=4, tp=8)
+    after, _ = apply_mesh(mesh, text, file, nodes=4, recompute=Recompute.FULL)
+    keys = ["granularity", "method", "num_layers"]
+    mark = " " if name == "megatron-lm" else ": "
+    for key, value in zip(keys, ["full", "uniform", "1"], strict=True):
+        line = f"recompute_{key}{mark}{value}"
+        assert (line.replace("_", "-") if name == "megatron-lm" else line) in after
+    assert apply_mesh(mesh, after, file, nodes=4, recompute=Recompute.FULL)[0] == after
+    kept, texts = apply_mesh(mesh, after, file, nodes=4)
+    assert kept == after
+    assert any("stays full: the plan recomputes nothing" in line for line in texts), texts
 
 
 def test_accelerate_gets_all_sizes_of_its_mesh() -> None:

@@ -226,7 +226,7 @@ def test_experts_need_no_devices_of_their_own() -> None:
     mesh = Mesh(dp_shard=8, ep=4)
     assert (mesh.size, mesh.data_parallel, mesh.shards) == (8, 8, 8)
     assert Mesh(dp_shard=2, cp=2, ep=4).size == 4
-    with pytest.raises(ValueError, match="ep 3 does not divide dp_shard x cp, which is 8"):
+    with pytest.raises(ValueError, match="ep 3 does not divide dp_shard x cp x tp, which is 8"):
         Mesh(dp_shard=8, ep=3)
     with pytest.raises(ValueError, match=r"expert_imbalance is 0\.5, which is below 1"):
         make_setting(Strategy.FSDP, dp_shard=2, ep=2, expert_imbalance=0.5)

@@ -197,5 +197,5 @@ def test_several_stages_need_blocks_and_no_running_statistics_outside_of_them() 
     with pytest.raises(JobFailed, match="norm has running statistics outside of the blocks"):
         keep_stage(normed, 0, 2, receive, virtual_stages=2)
     relay, dropped = keep_stage(network(), 1, 2, receive, virtual_stages=2)
-    assert [tuple(stage) for stage in relay.stages] == [(2, 3), (4, 5)]
+    assert [tuple(stage) for stage in relay.stages] == [(1, 2), (4, 5)]
     assert len(dropped) == 3

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from trimtab.api.estimating import make_setting
+from trimtab.catalog.clusters import parse_cluster
+from trimtab.errors import WrongUse
+from trimtab.planner.space import build_space
+from trimtab.spec import Mesh, Policy, Setting, Strategy, Workload
 from trimtab.spec.schedule import Schedule
+from trimtab.strategies import STRATEGIES
 from trimtab.strategies.schedules import (
     Action,
     DeadlockError,
@@ -154,3 +163,65 @@ def test_the_interleaved_actions_are_those_of_torch() -> None:
     row = build_actions(PipelineShape(Schedule.INTERLEAVED, 2, 2, 4))[0]
     assert " ".join(map(str, row)) == ("0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3")
     assert count_held(row) == 5
+
+
+def list_searched(pins: dict[str, Any], batch: int = 48) -> set[tuple[int, Schedule, int]]:
+    """Return the stages, schedule and virtual stages of every pipeline that a plan on 4 GPUs considers."""
+    space = build_space(
+        Workload(name="job", global_batch=batch), parse_cluster("4xH100"), Policy(pins={"gpus": 4, **pins})
+    )
+    settings = [
+        family.setting(split)
+        for family in space.families
+        for split in family.splits
+        if family.strategy is Strategy.PIPELINE
+    ]
+    return {(setting.mesh.pp, setting.schedule, setting.virtual_stages) for setting in settings}
+
+
+def test_a_plan_considers_every_schedule_and_a_pin_leaves_one() -> None:
+    interleaved, zero = Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE
+    assert list_searched({}) == {
+        (stages, schedule, virtual)
+        for stages in (2, 4)
+        for schedule, virtual in ((Schedule.ONE_F_ONE_B, 1), (zero, 1), (interleaved, 2), (interleaved, 4))
+    }
+    assert list_searched({"schedule": "1f1b"}) == {(2, Schedule.ONE_F_ONE_B, 1), (4, Schedule.ONE_F_ONE_B, 1)}
+    assert list_searched({"schedule": "zero-bubble", "virtual_stages": 2, "pp": 4}) == {(4, zero, 2)}
+    # 9 micro-batches are no 2 rounds of 4 ranks.
+    nine = {"micro_batch": 1, "pp": 4}
+    assert list_searched(nine, batch=9) == {(4, Schedule.ONE_F_ONE_B, 1)}
+    assert (4, interleaved, 2) in list_searched(nine, batch=8)
+
+
+def test_the_bound_of_a_schedule_is_below_its_simulated_step() -> None:
+    strategy = STRATEGIES[Strategy.PIPELINE]
+    for schedule, virtual in strategy.list_schedules(Mesh(pp=4)):
+        setting = Setting(
+            strategy=Strategy.PIPELINE,
+            mesh=Mesh(pp=4),
+            micro_batch=1,
+            accumulation=8,
+            global_batch=8,
+            schedule=schedule,
+            virtual_stages=virtual,
+        )
+        shape = PipelineShape(schedule, 4, virtual, 8)
+        for shares in ((1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (0.25, 0.35, 0.4)):
+            times = (StageTimes(*(share / virtual for share in shares)),) * shape.stages
+            alone_s = 8 * 4 * sum(shares)
+            bound = strategy.least_step_s(setting, functools.partial(float, alone_s))
+            assert bound is not None
+            assert bound <= simulate_step(shape, times).total_s * (1 + 1e-9)
+
+
+def test_max_adds_micro_batches_that_a_schedule_can_have() -> None:
+    asked: dict[str, Any] = {
+        "gpus": 4, "strategy": "pipeline", "schedule": "interleaved-1f1b", "micro_batch": 1,
+        "global_batch": 9, "precision": "bf16", "recompute": "none", "compile": False, "optimizer": "fused",
+        "allocator": "default",
+    }  # fmt: skip
+    with pytest.raises(WrongUse, match="9 is no multiple of 2"):
+        make_setting(**asked)
+    setting = make_setting(**asked, any_batch=True)
+    assert (setting.accumulation, setting.global_batch) == (10, 10)

@@ -156,6 +156,8 @@ def check_traces(strategy: ParallelStrategy) -> None:
     kinds = strategy.rank_kinds(Mesh(branch=2) if strategy.needs_branches else Mesh(pp=2), ["left", "right"])
     assert len(set(kinds)) == len(kinds) > 0
     assert all(kind.words for kind in kinds) or len(kinds) == 1
+    schedules = list(strategy.list_schedules(Mesh(pp=4)))
+    assert len(set(schedules)) == len(schedules) == (4 if strategy.has_schedule else 1)
 
 
 def check_costs(strategy: ParallelStrategy) -> None:
@@ -201,7 +203,14 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "check_inner_degrees": ("tensor_refusal", "context_refusal", "expert_refusal", "meshes_within"),
     "check_resizing": ("resized",),
     "check_pins": ("pin_conflicts", "pinned_data_parallel", "why_not_compiled"),
-    "check_traces": ("traced_as", "trace_parts", "derivation", "rank_kinds", "needs_branches"),
+    "check_traces": (
+        "traced_as",
+        "trace_parts",
+        "derivation",
+        "rank_kinds",
+        "needs_branches",
+        "list_schedules",
+    ),
     "check_costs": (
         *("exposed_s", "weight_shares", "least_rounds", "uses_global_batch", "least_step_s"),
         *("is_bounded_by_one_device", "find_waits", "held_micro_batches"),

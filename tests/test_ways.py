@@ -18,7 +18,6 @@ from trimtab.engine.pipeline_stage import (
     count_head_weights,
     find_block_chain,
     keep_stage,
-    split_stages,
 )
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.spec import Mesh, Recompute, Schedule, Setting, Strategy
@@ -432,22 +431,6 @@ def adamw(steps: int) -> dict[str, torch.Tensor]:
         loss(model, data(step)).backward()
         optimizer.step()
     return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("costs", "last", "stages", "places"),
-    [
-        ([1, 1], 0, 2, [0, 1, 2]),
-        ([1] * 7, 0, 3, [0, 3, 6, 7]),
-        ([5, 1, 1, 1], 0, 2, [0, 1, 4]),
-        ([1] * 4, 100, 3, [0, 2, 3, 4]),
-        ([2, 2, 2], 0, 3, [0, 1, 2, 3]),
-    ],
-)
-def test_stages_are_cut_so_that_the_costliest_costs_least(
-    costs: list[int], last: int, stages: int, places: list[int]
-) -> None:
-    assert split_stages(costs, last, stages) == places
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])

@@ -74,6 +74,7 @@ __all__ = [
     "list_jobs",
     "load",
     "plan",
+    "plan_layout",
     "plan_stages",
     "profile",
     "read_plan",

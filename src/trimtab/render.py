@@ -1067,6 +1067,9 @@ COMMAND_WIDTH = 76
 """A longer command line is printed on several lines."""
 
 
+NOT_TRACED = "time and memory follow from the sizes of the model; no step was traced"
+
+
 def render_plan(plan: Plan) -> RenderableType:
     """Return the recommendation, the memory, every choice with its reason, and the alternatives."""
     parts: list[RenderableType] = [
@@ -1076,6 +1079,7 @@ def render_plan(plan: Plan) -> RenderableType:
         Text(),
         *_render_command(plan),
         *([] if plan.complete else [render_labelled("best so far", STOPPED, "yellow"), Text()]),
+        *([render_labelled("by formulas", NOT_TRACED, "yellow"), Text()] if plan.by_formulas else []),
         Padding(Text(escape_control(plan.recommendation), style="green"), (0, 0, 0, 1)),
         Text(),
         _render_bar(plan.estimate),
@@ -1202,7 +1206,7 @@ def describe_setting(setting: Setting) -> str:
     """
     words = [
         plural(setting.gpus, "GPU"),
-        setting.strategy.value,
+        _describe_spread(setting),
         f"micro-batch {setting.micro_batch} x {setting.accumulation}",
         setting.precision.value,
         f"base {setting.base.value}" * setting.base.storage.is_quantized,
@@ -1219,6 +1223,29 @@ def describe_setting(setting: Setting) -> str:
         "shares by speed" * bool(setting.shares),
     ]
     return ", ".join(word for word in words if word)
+
+
+def _describe_spread(setting: Setting) -> str:
+    """Return the strategy, with the degrees that split the model beyond it.
+
+    >>> from trimtab.spec import Mesh, Setting, Strategy
+    >>> mesh = Mesh(dp_replicate=2, dp_shard=8, tp=4, pp=2)
+    >>> _describe_spread(
+    ...     Setting(strategy=Strategy.HSDP, mesh=mesh, micro_batch=1, accumulation=1, global_batch=16)
+    ... )
+    'hsdp 2 x 8 x tp 4 x pp 2'
+    """
+    from trimtab.strategies import strategy_of
+
+    mesh = setting.mesh
+    degrees = {axis: getattr(mesh, axis, 1) for axis in ("cp", "tp", "pp", "ep")}
+    if strategy_of(setting).has_schedule:
+        return strategy_of(setting).describe(mesh)
+    if max(degrees.values()) == 1:
+        return setting.strategy.value
+    ranks = [str(count) for count in (mesh.dp_replicate, mesh.dp_shard) if count > 1]
+    split = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    return f"{setting.strategy} " + " x ".join([*(ranks or ["1"]), *split])
 
 
 def _describe_headroom(plan: Plan) -> str:

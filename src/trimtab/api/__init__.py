@@ -33,7 +33,7 @@ from trimtab.api.estimating import (
     requested_setting,
 )
 from trimtab.api.launching import cancel, find_jobs, launch, list_jobs, prepare_launch, start_launch
-from trimtab.api.layouts import layouts
+from trimtab.api.layouts import describe_study, layouts, plan_layout, plan_study, study_request
 from trimtab.api.maximizing import max as max  # noqa: A004 - a verb
 from trimtab.api.planning import make_policy, plan, plan_from, read_plan
 from trimtab.api.reporting import report, watch
@@ -51,6 +51,7 @@ __all__ = [
     "cancel",
     "cluster",
     "config_places",
+    "describe_study",
     "detect",
     "doctor",
     "estimate",
@@ -73,7 +74,9 @@ __all__ = [
     "module_classes",
     "plan",
     "plan_from",
+    "plan_layout",
     "plan_stages",
+    "plan_study",
     "prepare_launch",
     "prepare_training",
     "profile",
@@ -86,6 +89,7 @@ __all__ = [
     "show",
     "start_launch",
     "stated_network",
+    "study_request",
     "train",
     "train_stages",
     "turn_knobs",

@@ -83,14 +83,18 @@ def refuse_job_options(request: CommandRequest, fields: frozenset[str] = SCRIPT_
             )
 
 
-def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
-    """Return the cluster and the setting that an estimate is asked for."""
+def requested_setting(request: EstimateRequest, *, any_batch: bool = False) -> tuple[Cluster, Setting]:
+    """Return the cluster and the setting that an estimate is asked for.
+
+    With `any_batch`, a schedule that cannot have the micro-batches of a step gets some more.
+    """
     from trimtab.engine.in_backward_rules import refuse_in_backward
     from trimtab.probe.detect import as_cluster
 
     where = as_cluster(request.on, network=request.network, host_memory=request.host_memory)
     first_device(where)
     setting = make_setting(
+        any_batch=any_batch,
         micro_batch=request.micro_batch,
         precision=request.precision,
         base=_find_base(request),
@@ -272,11 +276,12 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     nodes: int = 1,
     branches: int = 0,
     global_batch: int | None = None,
+    any_batch: bool = False,
 ) -> Setting:
     """Return a Setting from words; an unknown word raises an error that lists the known ones.
 
     Every rank takes one micro-batch; in a pipeline, and if branches have different numbers of ranks, as many
-    as `global_batch` needs.
+    as `global_batch` needs. With `any_batch`, a schedule that cannot have so many gets some more.
     """
     from trimtab.errors import WrongUse
     from trimtab.spec import (
@@ -291,8 +296,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     )
     from trimtab.strategies import STRATEGIES, strategy_by_degrees
 
-    how = _read_word(Strategy, strategy, "strategy")
-    rules = STRATEGIES[how]
+    rules = STRATEGIES[_read_word(Strategy, strategy, "strategy")]
     if max(tp, cp, ep) > 1 and not rules.needs_several_gpus:
         # The GPUs that are left share the weights of every part of a layer.
         rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
@@ -334,6 +338,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         sync_batchnorm=sync_batchnorm,
         **_read_schedule(schedule, virtual_stages),
     )
+    setting = _add_micro_batches(setting, rules) if any_batch else setting
     _refuse_illegal(setting, rules)
     return setting
 
@@ -366,6 +371,15 @@ def _read_schedule(schedule: str, virtual_stages: int | None) -> dict[str, Any]:
             cure="Leave --virtual-stages out, or give 2 or more with interleaved-1f1b.",
         )
     return fields
+
+
+def _add_micro_batches(setting: Setting, rules: ParallelStrategy) -> Setting:
+    """Return the setting with as many micro-batches, or some more, as its schedule can have."""
+    while rules.has_schedule and rules.explain_illegal(setting):
+        rounds = setting.accumulation + 1
+        whole = rounds * setting.micro_batch * setting.data_parallel
+        setting = setting.replace(accumulation=rounds, global_batch=whole)
+    return setting
 
 
 def _refuse_illegal(setting: Setting, rules: ParallelStrategy) -> None:

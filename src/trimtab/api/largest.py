@@ -98,7 +98,7 @@ class LargestQuestion:
         from trimtab.planner.largest import MOST, ValueSearch
 
         self.request.say("reading the job")
-        self.where, _ = requested_setting(self.base)
+        self.where, _ = requested_setting(self.base, any_batch=True)
         self.numbers = self._read_numbers()
         self.limit = self.numbers.limits.get(self.of, MOST)
         start = self._start()
@@ -162,7 +162,7 @@ class LargestQuestion:
 
         setting = None
         try:
-            where, setting = requested_setting(request)
+            where, setting = requested_setting(request, any_batch=True)
             name, changed = find_job_name(request.job)
             (answer,) = estimate_settings(
                 name,

@@ -99,6 +99,7 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
 def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
     """Return why the run of a plan would fail at once; empty for a launch of your own script."""
     from trimtab.spec import LaunchKind
+    from trimtab.strategies import find_training_refusal
     from trimtab.training.job_queries import find_job_fault
 
     if found.script is not None:
@@ -108,6 +109,8 @@ def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
         return f"the plan needs other values in config files: {'; '.join(missing)}" if missing else ""
     if kind in {LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED}:
         return ""
+    if (refusal := find_training_refusal(found.choice)) is not None:
+        return f"trimtab train cannot run this layout: {refusal.found}. {refusal.cure}"
     fault = find_job_fault(found.job, found.options, cache=cache)
     return "" if fault is None else f"{fault.given}: {fault.found}. {fault.cure}"
 

@@ -146,6 +146,7 @@ def _plan_to_train(
     from trimtab.errors import WrongUse
     from trimtab.planner.plan_files import check_plan, read_plan_file
     from trimtab.spec import Plan
+    from trimtab.strategies import find_training_refusal
     from trimtab.trace.job_summary import describe_job
     from trimtab.training.task import build_cpu_plan, repeat_node
     from trimtab.units import plural
@@ -166,6 +167,10 @@ def _plan_to_train(
                 "--plan",
                 found="it is the plan of a training command, which trains by itself",
                 cure=f"Type its command: {found.script.command}",
+            )
+        if (refusal := find_training_refusal(found.choice)) is not None:
+            raise WrongUse(
+                "--plan", found=f"trimtab train cannot run its layout: {refusal.found}", cure=refusal.cure
             )
         if not isinstance(given, Plan):
             # Other nodes are assumed to be like this one.

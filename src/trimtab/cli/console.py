@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.errors import WrongUse
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from rich.console import Console, RenderableType
+
+    from trimtab.spec import Plan, StagedPlan
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -73,3 +78,15 @@ def split_words(words: list[str], commands: frozenset[str]) -> tuple[list[str], 
         return words, None
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])
+
+
+def write_plan_file(plan: Plan | StagedPlan, file: Path) -> None:
+    """Write a plan as JSON."""
+    try:
+        file.write_text(plan.to_json(indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise WrongUse(
+            f"--out {file}",
+            found=f"it cannot be written ({error.strerror})",
+            cure="Name a file in a folder that exists and that you may write to.",
+        ) from error

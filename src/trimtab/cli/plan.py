@@ -9,7 +9,7 @@ import typer
 
 from trimtab import api
 from trimtab.cli import INTERRUPTED
-from trimtab.cli.console import Json, print_json, print_text, say
+from trimtab.cli.console import Json, print_json, print_text, say, write_plan_file
 from trimtab.cli.estimate import add_logits_help
 from trimtab.cli.options import Config, Knobs, Stages, add_knobs, command, stage_folder, state_devices
 from trimtab.cli.progress import progress
@@ -65,7 +65,7 @@ def plan(  # noqa: PLR0913 - each is an option
         say(f"stopped before anything that fits was found; {CONTINUES}")
         raise typer.Exit(INTERRUPTED) from None
     if out is not None:
-        _write(result, out)
+        write_plan_file(result, out)
     if json:
         print_json(result.to_builtins())
     else:
@@ -105,14 +105,3 @@ def _samples(request: PlanRequest, wired: KnobSettings) -> int | None:
         named = ", ".join(wired.by.get(name, f"{name}={value}") for name, value in others.items())
         say(f"for training, not for a plan: {named}")
     return samples
-
-
-def _write(plan: Plan | StagedPlan, file: Path) -> None:
-    try:
-        file.write_text(plan.to_json(indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise WrongUse(
-            f"--out {file}",
-            found=f"it cannot be written ({error.strerror})",
-            cure="Name a file in a folder that exists and that you may write to.",
-        ) from error

@@ -92,6 +92,8 @@ ELSEWHERE = {
     "optimizer in a hook of Tensor.register_post_accumulate_grad_hook.",
     "loss": "No key here computes the loss in pieces ({value}): in the job's code, use a fused linear "
     "cross-entropy such as Liger's.",
+    "virtual_stages": "No key here holds the parts of the model on each pipeline rank (virtual stages): the "
+    "plan has {value}.",
     "offload": "No key here moves {value} to the CPU: in the job's code, shard the model with FSDP's "
     "CPUOffloadPolicy.",
     "offload_activations": "No key here moves activations to the CPU: in the job's code, run the forward "
@@ -552,7 +554,7 @@ def _note_missing(draft: Draft, target: ConfigTarget, wanted: Mapping[str, int |
             )
         return
     by_degrees = {"strategy"} if "dp_shard" in target.fields() else set()
-    for field_name in (*BATCH[:2], *WORDS, "workers", "seq"):
+    for field_name in (*BATCH[:2], *WORDS, "workers", "seq", "virtual_stages"):
         value = wanted.get(field_name)
         if value is None or field_name in settled | by_degrees or value == PLAIN.get(field_name):
             continue

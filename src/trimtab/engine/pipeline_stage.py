@@ -10,15 +10,17 @@ model whose blocks are not one chain is refused with the reason.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from trimtab.engine.build import find_repeated_blocks
+from trimtab.engine.stage_balance import BlockWork, balance_stages, measure_blocks
 from trimtab.engine.weight_gradients import WeightGradients
 from trimtab.errors import JobFailed, WrongUse
+from trimtab.spec import RecomputeWay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -276,37 +278,43 @@ def count_head_weights(model: nn.Module, block_list: BlockList) -> int:
     return sum(others.values()) if others else max(embeddings.values(), default=0)
 
 
-def split_stages(costs: Sequence[int], last: int, stages: int) -> list[int]:
-    """Return the first block of each stage and the end of the last, so that the largest stage is smallest.
+class StageSplit(NamedTuple):
+    """Number of blocks of each stage of a pipeline, and the work that they follow from."""
 
-    `last` is the cost of the last stage besides its blocks. Among equal splits, the first stages get the
-    most blocks.
+    layers: tuple[int, ...] = ()
+    """Empty: not decided yet."""
+    work: tuple[float, ...] = ()
+    """Shares of the time of a micro-batch: before the blocks, of each block, and after them."""
+    note: str = ""
+    """What the work was taken to be, if it could not be counted."""
 
-    >>> split_stages([1] * 5, 0, 2), split_stages([1] * 12, 3, 2), split_stages([1] * 12, 3, 4)
-    ([0, 3, 5], [0, 8, 12], [0, 4, 8, 11, 12])
+
+def split_model(
+    model: nn.Module,
+    ranks: int,
+    virtual_stages: int = 1,
+    *,
+    recompute: RecomputeWay | None = None,
+    run_loss: Callable[[nn.Module], Any] | None = None,
+) -> StageSplit:
+    """Balance the blocks of a model over stages by their time; by their weights if loss() cannot be followed.
+
+    `run_loss` computes the loss of a batch on the meta device.
     """
-    low, high = max(costs), sum(costs) + last
-    while low < high:
-        middle = (low + high) // 2
-        if _fill_stages(costs, last, stages, middle)[1] <= middle:
-            high = middle
-        else:
-            low = middle + 1
-    return _fill_stages(costs, last, stages, low)[0]
-
-
-def _fill_stages(costs: Sequence[int], last: int, stages: int, most: int) -> tuple[list[int], int]:
-    """Fill stages from the front up to a cost of `most` each; return bounds and the cost of the last."""
-    places = [0]
-    for stage in range(stages - 1):
-        stop = places[-1] + 1
-        cost = costs[places[-1]]
-        while stop < len(costs) - (stages - 1 - stage) and cost + costs[stop] <= most:
-            cost += costs[stop]
-            stop += 1
-        places.append(stop)
-    left = sum(costs[places[-1] :]) + last
-    return [*places, len(costs)], left
+    block_list = find_block_chain(model)
+    blocks = list(block_list.blocks.children())
+    work, failure = None, "there is no job whose loss() could be followed"
+    if run_loss is not None:
+        work, failure = measure_blocks(model, blocks, run_loss, recompute or RecomputeWay())
+    note = ""
+    if work is None:
+        note = f"pipeline: stages are balanced by their weights, because {failure}"
+        weights = tuple(float(count_weights(block)) for block in blocks)
+        work = BlockWork(0.0, weights, float(count_head_weights(model, block_list)))
+    layers: tuple[int, ...] = ()
+    if len(blocks) >= ranks * virtual_stages:
+        layers = balance_stages(work, ranks, virtual_stages)
+    return StageSplit(layers, work.to_tuple(), note)
 
 
 def keep_stage(  # noqa: PLR0913 - position of the rank
@@ -317,29 +325,33 @@ def keep_stage(  # noqa: PLR0913 - position of the rank
     *,
     virtual_stages: int = 1,
     strict: bool = True,
+    layers: Sequence[int] = (),
 ) -> tuple[BlockRelay, list[nn.Module]]:
     """Keep the blocks of one rank in a model; return the relay and the removed blocks.
 
     `stage` of `stages` is the position of the rank. With several virtual stages it has every `stages`-th
-    stage, beginning with that number.
+    stage, beginning with that number. `layers` has the blocks of each stage; without it, or if it is of
+    another model or number of stages, they are balanced by their weights.
     """
     block_list = find_block_chain(model)
-    costs = [count_weights(block) for block in block_list.blocks.children()]
+    count = len(list(block_list.blocks.children()))
     total = stages * virtual_stages
-    if len(costs) < total:
+    if count < total:
         product = f" with {virtual_stages} virtual stages each" * (virtual_stages > 1)
         raise WrongUse(
             f"strategy pipeline over {stages} ranks{product}",
-            found=f"{block_list.name or 'the model'} has {len(costs)} blocks, and a stage needs one at least",
-            cure=f"Use {max(1, len(costs) // virtual_stages)} ranks or fewer"
+            found=f"{block_list.name or 'the model'} has {count} blocks, and a stage needs one at least",
+            cure=f"Use {max(1, count // virtual_stages)} ranks or fewer"
             f"{', or fewer virtual stages' * (virtual_stages > 1)}, or fsdp.",
         )
     if virtual_stages > 1:
         _refuse_running_statistics(model, block_list)
-    places = split_stages(costs, count_head_weights(model, block_list), total)
+    if len(layers) != total or sum(layers) != count:
+        layers = split_model(model, stages, virtual_stages).layers
+    places = list(accumulate(layers, initial=0))
     relay = BlockRelay(
         name=block_list.name,
-        count=len(costs),
+        count=count,
         stages=[BlockRange(*places[number : number + 2]) for number in range(stage, total, stages)],
         layers=tuple(stop - first for first, stop in pairwise(places)),
         receive=receive,
@@ -363,7 +375,9 @@ def _refuse_running_statistics(model: nn.Module, block_list: BlockList) -> None:
 class TracedStage:
     """The stages of one rank alone, for tracing: inputs have the right shape and no values."""
 
-    def __init__(self, model: nn.Module, stage: int, stages: int, schedule: StageSchedule) -> None:
+    def __init__(
+        self, model: nn.Module, stage: int, stages: int, schedule: StageSchedule, split: StageSplit
+    ) -> None:
         block_list = find_block_chain(model)
         inside = {id(parameter) for parameter in block_list.blocks.parameters()}
         self.shared = sum(
@@ -374,8 +388,15 @@ class TracedStage:
         """Trainable parameters outside of the blocks."""
         self.handed_bytes = 0
         self._relay, self.dropped = keep_stage(
-            model, stage, stages, self._receive, virtual_stages=schedule.virtual_stages, strict=False
+            model,
+            stage,
+            stages,
+            self._receive,
+            virtual_stages=schedule.virtual_stages,
+            strict=False,
+            layers=split.layers,
         )
+        self.split = split
         self._needs_gradient = any(
             parameter.requires_grad for block in self.dropped for parameter in block.parameters()
         )

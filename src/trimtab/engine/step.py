@@ -30,9 +30,11 @@ from trimtab.engine.in_backward_rules import refuse_in_backward
 from trimtab.engine.offload_rules import refuse_state_offload, runs_host_optimizer
 from trimtab.engine.optimizer import choose_implementation, make_optimizers, use_foreach_for_shards
 from trimtab.engine.optimizer_offload import HostGradients, HostOptimizer
+from trimtab.engine.pipeline_stage import StageSchedule, StageSplit, TracedStage, split_model
 from trimtab.engine.precision import autocast_dtype, cast_weights
 from trimtab.engine.quantize import quantize_frozen
 from trimtab.engine.recompute import enable_recompute
+from trimtab.engine.stage_balance import SAMPLES
 from trimtab.engine.sync_norm import SyncReducer, synchronise_batch_norms
 from trimtab.engine.tensor_parallel import gather_loss
 from trimtab.engine.tensor_plan import find_tensor_plan
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
     from trimtab.engine.expert_parallel import ExpertGroup
     from trimtab.engine.fsdp import FillTensor
     from trimtab.engine.optimizer import NamedOptimizer
-    from trimtab.engine.pipeline_stage import TracedStage
     from trimtab.engine.sync_norm import SharedStatistics
     from trimtab.engine.tensor_plan import TensorPlan
     from trimtab.spec import Setting
@@ -97,6 +98,8 @@ class ArrangedModel:
     """How ranks split layers between them; None without tensor parallelism."""
     experts: ExpertGroup | None = None
     """Ranks that hold other experts; None without expert parallelism."""
+    stage_note: str = ""
+    """What the balance of pipeline stages is based on, if their time could not be counted."""
 
 
 @dataclass(kw_only=True)
@@ -144,12 +147,10 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
     refuse_in_backward(setting, job)
     stages: list[TracedStage] = []
 
-    def install_stage(model: nn.Module) -> None:
-        from trimtab.engine.pipeline_stage import StageSchedule, TracedStage
-
+    def install_stage(model: nn.Module, split: StageSplit) -> None:
         assert stage is not None  # noqa: S101 - called only with a stage
         schedule = StageSchedule(setting.virtual_stages, setting.schedule.splits_backward)
-        stages.append(TracedStage(model, stage, setting.mesh.pp, schedule))
+        stages.append(TracedStage(model, stage, setting.mesh.pp, schedule, split))
 
     arranged = arrange_model(
         model,
@@ -199,7 +200,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     *,
     optimizers: Callable[[list[tuple[str, Any]]], list[NamedOptimizer]],
     entries: EntryPoints | None = None,
-    install_stage: Callable[[nn.Module], None] | None = None,
+    install_stage: Callable[[nn.Module, StageSplit], None] | None = None,
     equalise: Callable[[nn.Module], None] | None = None,
     fill: FillTensor | None = None,
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None = None,
@@ -215,23 +216,21 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         device: the device to train on.
         optimizers: makes the optimizers from the trainable parameters and their names.
         entries: methods and submodules that loss() calls besides the model.
-        install_stage: keeps only the blocks of one pipeline stage in the model.
+        install_stage: keeps only the blocks of one pipeline stage in the model, by the blocks of each stage.
         equalise: gives an unsharded model the same values on all ranks.
         fill: does the same for one tensor of a sharded model.
         reduced: returns the trainable parameters, each with the group that sums it and the number of ranks
             in that group; by default all ranks sum all parameters.
         mid_backward: called whenever a gradient arrives.
-        follow: computes the loss of a batch on the meta device, to find out how layers are split.
+        follow: computes the loss of a batch on the meta device, to split layers or balance stages.
         expert_modules: names of the modules of experts; without them, they are found by their form.
     """
-    refuse_state_offload(setting)
-    _refuse_eager_budget(setting)
-    refuse_tensor_split(setting)
-    refuse_expert_split(setting)
+    _refuse_combinations(setting)
     strategy = strategy_of(setting)
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
     sharded = strategy.is_sharded
+    split = StageSplit() if install_stage is None else find_stage_split(model, setting, follow)
     context = arrange_context(model, setting)
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
@@ -246,8 +245,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     if Offload.ACTIVATIONS in setting.offload:
         offload = enable_activation_offload(model, entries, device, compiled=setting.compile)
     if install_stage is not None:
-        # Blocks of other stages are never on this device.
-        install_stage(model)
+        install_stage(model, split)
     if not sharded:
         move_module(model, device, {}, None)
     if equalise is not None and not sharded:
@@ -281,7 +279,21 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         context=context,
         tensor_plan=tensor_plan,
         experts=experts,
+        stage_note=split.note,
     )
+
+
+def find_stage_split(
+    model: nn.Module, setting: Setting, follow: Callable[[nn.Module], Any] | None
+) -> StageSplit:
+    """Return the blocks of each pipeline stage: those of the setting, or balanced by their time."""
+    split = split_model(
+        model, setting.mesh.pp, setting.virtual_stages, recompute=setting.recompute.way, run_loss=follow
+    )
+    blocks = max(0, len(split.work) - 2)
+    if len(setting.stage_layers) == len(split.layers) and sum(setting.stage_layers) == blocks:
+        return split._replace(layers=setting.stage_layers)
+    return split
 
 
 def _list_trainable(model: nn.Module) -> list[tuple[str, Any]]:
@@ -300,11 +312,23 @@ def make_meta_loss(job: Any, setting: Setting) -> Callable[[nn.Module], Any] | N
         return None
 
     def compute_meta_loss(model: nn.Module) -> Any:
-        batch = make_batch(job, setting, "meta")
+        # Stages are the same for all micro-batches.
+        samples = SAMPLES if setting.mesh.pp > 1 else setting.micro_batch
+        ranks = setting.mesh.data_parallel
+        single = setting.replace(micro_batch=samples, accumulation=1, global_batch=samples * ranks, shares=())
+        batch = make_batch(job, single, "meta")
         with torch.device("meta"):
             return loss_function(job)(model, batch)
 
     return compute_meta_loss
+
+
+def _refuse_combinations(setting: Setting) -> None:
+    """Raise if parts of a setting do not go together."""
+    refuse_state_offload(setting)
+    _refuse_eager_budget(setting)
+    refuse_tensor_split(setting)
+    refuse_expert_split(setting)
 
 
 def _refuse_eager_budget(setting: Setting) -> None:

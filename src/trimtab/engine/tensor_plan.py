@@ -24,7 +24,7 @@ from trimtab.errors import TrimtabError, WrongUse
 from trimtab.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     RunLoss = Callable[[nn.Module], Any]
     """Computes the loss of a batch on the meta device."""
@@ -270,34 +270,48 @@ def _follow_data(model: nn.Module, run_loss: RunLoss | None) -> tuple[DataFlow |
     if run_loss is None:
         return None, "there is no job whose loss() could be followed"
     layers = _list_layers(model)
+    follower = _Follower(layers)
+    handles = [
+        handle
+        for name, layer in layers.items()
+        for handle in (
+            layer.register_forward_pre_hook(follower.make_pre_hook(name)),
+            layer.register_forward_hook(follower.make_hook(name)),
+        )
+    ]
+    failure = run_on_meta(model, run_loss, follower, handles)
+    return (None, failure) if failure else (follower.finish(), "")
+
+
+def run_on_meta(model: nn.Module, run_loss: RunLoss, mode: TorchDispatchMode, handles: Sequence[Any]) -> str:
+    """Run the loss on the meta device under a mode, then remove the hooks; return why it failed, or nothing.
+
+    Parameters and buffers of the model have no values meanwhile, and get theirs back.
+    """
+    from torch.nn.utils.stateless import _reparametrize_module
+
     tensors = {
         name: torch.empty_like(tensor, device=META, requires_grad=False)
         for name, tensor in _iterate_tensors(model)
     }
-    from torch.nn.utils.stateless import _reparametrize_module
-
-    follower = _Follower(layers)
-    # The modes of a tracer would record this run.
-    with _disable_current_modes():
-        handles = [
-            handle
-            for name, layer in layers.items()
-            for handle in (
-                layer.register_forward_pre_hook(follower.make_pre_hook(name)),
-                layer.register_forward_hook(follower.make_hook(name)),
-            )
-        ]
-        try:
-            with torch.no_grad(), _accept_meta_in_autocast(), _reparametrize_module(model, tensors), follower:
-                run_loss(model)
-        except TrimtabError as error:
-            return None, error.found
-        except Exception as error:  # noqa: BLE001 - any failure of the job's own code on the meta device
-            return None, f"loss() fails on the meta device: {str(error).strip().splitlines()[0][:200]}"
-        finally:
-            for handle in handles:
-                handle.remove()
-    return follower.finish(), ""
+    try:
+        # The modes of a tracer would record this run.
+        with (
+            _disable_current_modes(),
+            torch.no_grad(),
+            _accept_meta_in_autocast(),
+            _reparametrize_module(model, tensors),
+            mode,
+        ):
+            run_loss(model)
+    except TrimtabError as error:
+        return error.found
+    except Exception as error:  # noqa: BLE001 - any failure of the job's own code on the meta device
+        return f"loss() fails on the meta device: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ""
 
 
 @contextmanager

@@ -124,14 +124,14 @@ def measure_rank(
         _join_fake_group(setting.gpus)
     state = _prepare_rank(job, setting)
     has_values = setting.gpus == 1 or not strategy_of(setting).is_sharded
-    batch = steps.make_batch(job, setting, "cuda")
+    batches = [steps.make_batch(job, setting, "cuda")] * setting.accumulation
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
 
     def time_step() -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        steps.run_step(state, [batch], clip=clip)
+        steps.run_step(state, batches, clip=clip)
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
@@ -147,7 +147,7 @@ def measure_rank(
         # Arithmetic on weights without values is faster than on real ones, so it is not reported.
         "step_s": statistics.median(times) if has_values else None,
         **({} if has_values else {"step_s_without_values": statistics.median(times)}),
-        "loss": float(steps.run_step(state, [batch], clip=clip)),
+        "loss": float(steps.run_step(state, batches, clip=clip)),
     }
 
 

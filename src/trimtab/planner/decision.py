@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from trimtab.planner.estimator_interface import Estimator
     from trimtab.planner.search import Notice
     from trimtab.planner.ways import WayToFit
-    from trimtab.spec import Cluster, Policy, Rejection, Workload
+    from trimtab.spec import Cluster, Policy, Rejection, Setting, Workload
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def choose_plan(
     estimate = add_run_totals(best.estimate, best.setting, question.workload)
     return Plan(
         job=question.job,
-        choice=best.setting,
+        choice=_fix_stages(best),
         estimate=estimate,
         policy=question.policy,
         reasons=(
@@ -125,6 +125,12 @@ def choose_plan(
         fingerprints=fingerprints or {},
         complete=complete,
     )
+
+
+def _fix_stages(best: Evaluation) -> Setting:
+    """Return the setting with the blocks of each pipeline stage: training divides them as predicted."""
+    pipeline = best.estimate.pipeline
+    return best.setting if pipeline is None else best.setting.replace(stage_layers=pipeline.layers)
 
 
 def _search_ways(

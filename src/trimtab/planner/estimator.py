@@ -29,7 +29,7 @@ from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
 from trimtab.strategies import one_micro_batch, one_replica, strategy_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from trimtab.planner.estimator_interface import Layout
     from trimtab.spec import Calibration, Device, Setting, Trace
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     TraceAll = Callable[[Sequence[Setting], Device, dict[str, Any]], list[Answer]]
     """Trace several settings on a device with some job options changed; an error where a trace failed."""
     Clock = Callable[[Trace, Setting, Layout, Calibration | None], float | None]
+    IsDerivable = Callable[[Setting, Device, dict[str, Any], Collection[int]], bool]
     KnownTime = Callable[[Setting, Layout], float | None]
 
 STATIC_SLACK = 0.98
@@ -119,6 +120,8 @@ class TraceEstimator:
     clock: Clock = compute_step_s
     results: QuestionResults = field(default_factory=QuestionResults)
     cache: EstimateCache = field(default_factory=EstimateCache)
+    is_derivable: IsDerivable = lambda *_: True
+    """Whether traces at some micro-batches give the trace of a setting."""
     say: Callable[[str], None] = lambda _: None
     """Called with a text about each activity."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -157,9 +160,17 @@ class TraceEstimator:
         """
         device = strip_device(layout.device)
         return self._has_result(setting, layout) or all(
-            self._trace_key(part, device) in self.traces
-            or (part.micro_batch > 1 and len(self.lines.get(self._line_key(part, device), set()) - {1}) > 1)
+            self._trace_key(part, device) in self.traces or self._is_on_line(part, device)
             for part in self._trace_parts(setting)
+        )
+
+    def _is_on_line(self, part: Setting, device: Device) -> bool:
+        """Whether a trace follows from traces of this question at other micro-batches."""
+        sizes = self.lines.get(self._line_key(part, device), set())
+        return (
+            part.micro_batch > 1
+            and len(sizes - {1}) > 1
+            and self.is_derivable(part, device, self.changes, sizes)
         )
 
     def with_changes(self, **changes: int) -> TraceEstimator:

@@ -18,17 +18,17 @@ from trimtab.planner.plan_files import collect_fingerprints, read_versions
 from trimtab.planner.space import list_shard_counts
 from trimtab.predict.calibration import own_folder, read_own_calibration
 from trimtab.predict.derive import direct_shards
-from trimtab.predict.traces import get_traces
+from trimtab.predict.traces import get_traces, interpolate_family
 from trimtab.spec import Plan, Recompute
 from trimtab.trace.job_summary import NamedJob, has_summary, named_job_key, summarize_job
 from trimtab.trace.loss_check import check_batch_loss
-from trimtab.trace.request import TraceRequests
+from trimtab.trace.request import TraceRequest, TraceRequests
 from trimtab.trace.server import WorkerProcess
-from trimtab.trace.tracer import NOT_TRACING, trace_key
+from trimtab.trace.tracer import NOT_TRACING, family_key, trace_key
 from trimtab.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from trimtab.errors import TrimtabError
     from trimtab.planner.search import Evaluation
@@ -80,6 +80,21 @@ class JobTracer:
         if self.is_ahead and self.is_slow and seconds < TOO_SLOW_S:
             self._trace_ahead()
         return found
+
+    def is_derivable(
+        self, setting: Setting, device: Device, changes: dict[str, Any], sizes: Collection[int]
+    ) -> bool:
+        """Whether the traces at these micro-batches give the trace of a setting."""
+        request = TraceRequest(
+            job=self.job,
+            overrides={**self.overrides, **changes},
+            setting=setting,
+            device=device,
+            clip=self.clip,
+        )
+        family = self.families.get(family_key(request), {})
+        traced = {size: family[size] for size in sizes if size in family}
+        return interpolate_family(traced, setting.micro_batch) is not None
 
     def _trace_ahead(self) -> None:
         """Send the last requests once more with the next way of recomputing: the search asks for it next."""
@@ -167,6 +182,7 @@ def _search_plan(
     estimator = TraceEstimator(
         mixes="recompute" not in question.policy.pins,
         trace_all=tracing.trace_all,
+        is_derivable=tracing.is_derivable,
         calibration_of=read_own_calibration,
         say=say,
         cache=estimates,

@@ -351,12 +351,22 @@ class _Search:
             self.result.runners_up.append(seen)
 
     def _fill_runners_up(self) -> None:
-        """Add other micro-batches of the shown families if there are too few runners-up."""
+        """Add other micro-batches of the shown families if there are too few runners-up.
+
+        One new trace is made at most: where the program changes between the traced micro-batches, it gives
+        the others.
+        """
+        traces_left = 1
         for family, split in self.spare_splits:
             if len(self.result.runners_up) >= RUNNERS_UP:
                 break
-            may = split[0] <= self.limits.get(family, split[0])
-            seen = self._get_estimate(family, split) if may else None
+            if split[0] > self.limits.get(family, split[0]):
+                continue
+            if not self._can_run_up(family, split):
+                if split[0] == 1 or not traces_left:
+                    continue
+                traces_left -= 1
+            seen = self._get_estimate(family, split)
             if seen is not None and seen.fits and not self._is_late(seen):
                 self.result.runners_up.append(seen)
         self.result.runners_up.sort(

@@ -469,8 +469,8 @@ def _list_families(
             refusals.add(refused, ways)
             continue
         members = _list_family_splits(workload, mesh, policy, refusals, ways)
-        members = _list_scheduled(workload, strategy, mesh, members, ways_of_pins, refusals)
-        if not members:
+        scheduled = list(_list_scheduled(workload, strategy, mesh, members, ways_of_pins, refusals))
+        if not scheduled:
             refusals.add(
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
             )
@@ -493,21 +493,20 @@ def _list_families(
             f"recomputing some blocks under {strategy}{' with offloaded activations' * stored}: only by pin",
             (len(recomputes) - len(tried)) * len(usable),
         )
-        for recompute in tried:
-            for compiled in usable:
-                yield Family(
-                    layout=layout,
-                    strategy=strategy,
-                    mesh=mesh,
-                    precision=precision,
-                    recompute=recompute,
-                    compile=compiled,
-                    ways=tuple(ways_of_pins.items()),
-                    workers=count_workers(layout, policy),
-                    global_batch=workload.global_batch,
-                    sync_batchnorm=synchronised,
-                    splits=tuple(members),
-                )
+        for recompute, compiled, (fields, splits) in product(tried, usable, scheduled):
+            yield Family(
+                layout=layout,
+                strategy=strategy,
+                mesh=mesh,
+                precision=precision,
+                recompute=recompute,
+                compile=compiled,
+                ways=tuple((ways_of_pins | fields).items()),
+                workers=count_workers(layout, policy),
+                global_batch=workload.global_batch,
+                sync_batchnorm=synchronised,
+                splits=tuple(splits),
+            )
 
 
 def _find_wrong_pin(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> str:
@@ -563,26 +562,35 @@ def _list_scheduled(  # noqa: PLR0913, PLR0917 - parts of a setting, and the ref
     splits: list[BatchSplit],
     ways: Mapping[str, Any],
     refusals: _Refusals,
-) -> list[BatchSplit]:
-    """Return the splits that a pinned schedule can have; note the others with their reason."""
-    if not STRATEGIES[strategy].has_schedule or "schedule" not in ways:
-        return splits
-    legal = []
-    for split in splits:
-        setting = Setting(
-            strategy=strategy,
-            mesh=mesh,
-            micro_batch=split[0],
-            accumulation=split[1],
-            global_batch=workload.global_batch,
-            schedule=ways["schedule"],
-            virtual_stages=ways["virtual_stages"],
-        )
-        if why := STRATEGIES[strategy].explain_illegal(setting):
-            refusals.add(why, 1)
-        else:
-            legal.append(split)
-    return legal
+) -> Iterator[tuple[dict[str, Any], list[BatchSplit]]]:
+    """Yield the fields of each schedule with the splits that it can have; note the others with their reason.
+
+    A pinned schedule is the only one.
+    """
+    rules = STRATEGIES[strategy]
+    if not rules.has_schedule:
+        if splits:
+            yield {}, splits
+        return
+    pinned = [(ways["schedule"], ways["virtual_stages"])] if "schedule" in ways else None
+    for schedule, virtual_stages in pinned or rules.list_schedules(mesh):
+        fields: dict[str, Any] = {"schedule": schedule, "virtual_stages": virtual_stages}
+        legal = []
+        for split in splits:
+            setting = Setting(
+                strategy=strategy,
+                mesh=mesh,
+                micro_batch=split[0],
+                accumulation=split[1],
+                global_batch=workload.global_batch,
+                **fields,
+            )
+            if why := rules.explain_illegal(setting):
+                refusals.add(why, 1)
+            else:
+                legal.append(split)
+        if legal:
+            yield ({} if virtual_stages == 1 and not schedule.splits_backward else fields), legal
 
 
 def _list_compiles(pins: Mapping[str, Any]) -> list[bool]:

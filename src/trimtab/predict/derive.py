@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Number = int | Fraction
 MIXED_COLUMNS = ("host_sizes", "pinned_sizes")
 """Sizes besides those of the device, mixed entry by entry."""
-EQUAL_FIELDS = ("marks", "streams", "parts", "recomputed", "phases", "part", "stage_layers")
+EQUAL_FIELDS = ("marks", "streams", "parts", "recomputed", "phases", "part", "stage_layers", "block_work")
 """Fields that are equal in all traces of one program."""
 MIXED_FIELDS = (
     "recomputed_flops",
@@ -49,6 +49,8 @@ MIXED_FIELDS = (
 )
 """Totals of a trace that are mixed in the same way as sizes."""
 TOLERANCE = 0.001
+NEAR = 0.005
+"""Largest difference of two programs that may stand for each other."""
 MAX_COLUMNS = 64
 """Cached columns: more than the number of different ones in a plan."""
 
@@ -118,6 +120,25 @@ def is_close(guess: Trace | None, truth: Trace) -> bool:
         return False
     off = sum(abs(size - other) for size, other in zip(guess.sizes, truth.sizes, strict=True))
     return off <= TOLERANCE * sum(truth.sizes)
+
+
+def has_near_totals(trace: Trace, other: Trace) -> bool:
+    """Return whether two traces allocate, read, write and compute the same within 0.5 %."""
+    return all(
+        abs(total - second) <= NEAR * max(total, second)
+        for total, second in zip(_sum_totals(trace), _sum_totals(other), strict=True)
+    )
+
+
+def _sum_totals(trace: Trace) -> tuple[int, int, int, int]:
+    """Return the bytes that a trace allocates, then the bytes, operations and kernels of its sequence."""
+    works = [trace.works[index] for index in trace.sequence]
+    return (
+        sum(trace.sizes),
+        sum(work.read_bytes + work.write_bytes for work in works),
+        sum(work.flops for work in works),
+        sum(work.kernels for work in works),
+    )
 
 
 def has_same_program(trace: Trace, other: Trace) -> bool:

@@ -232,7 +232,7 @@ class LayoutEstimator:
         layers = self.count_layers(layout, stage)
         stored = count_stored(self.shape, share, full_recompute=layout.full_recompute) * width
         again = count_stored(self.shape, share, full_recompute=False) * width * layout.full_recompute
-        in_flight = self._count_held(layout, stage)
+        in_flight = self.count_held(layout, stage)
         is_last = stage == layout.pp - 1
         scores = share.tokens * -(-self.shape.vocabulary // layout.tp) if is_last else 0
         return LayoutMemory(
@@ -246,7 +246,7 @@ class LayoutEstimator:
         )
 
     @staticmethod
-    def _count_held(layout: DecoderLayout, stage: int) -> float:
+    def count_held(layout: DecoderLayout, stage: int) -> float:
         """Return how many micro-batches a stage stores at the same time; interleaving adds a part of one."""
         rounds = min(layout.pp - stage, layout.micro_batches)
         if layout.virtual_stages > 1:

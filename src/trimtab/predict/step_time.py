@@ -22,7 +22,7 @@ from trimtab.spec.precision import DTYPE_BYTES
 from trimtab.spec.trace import CONTEXT, GRAPH_ENTER, GRAPH_LEAVE, SHARDED, UPDATE_CALL, WRAPPED
 from trimtab.strategies import strategy_of
 from trimtab.strategies.base import PassTimes, Traffic
-from trimtab.strategies.pipeline import find_layers, find_shape
+from trimtab.strategies.pipeline import find_shape, find_stage_work
 
 if TYPE_CHECKING:
     from trimtab.catalog.facts import DeviceFacts, StepFacts
@@ -398,12 +398,12 @@ def device_flops(trace: Trace, setting: Setting) -> float:
 
 
 def _pipeline_flops(trace: Trace, setting: Setting) -> float:
-    """Return the FLOPs of a micro-batch on all ranks of a pipeline; between first and last by layers."""
+    """Return the FLOPs of a micro-batch on all ranks of a pipeline; between first and last by blocks."""
     first, last = model_flops(trace.ranks[0]), model_flops(trace.ranks[-1])
     shape = find_shape(setting)
-    layers = find_layers(trace, shape)
-    counts = [sum(layers[stage] for stage in shape.stages_of(rank)) for rank in range(shape.ranks)]
-    return first * sum(counts[:-1]) / counts[0] + last
+    work = find_stage_work(trace, shape, around=False)
+    shares = [sum(work[stage] for stage in shape.stages_of(rank)) for rank in range(shape.ranks)]
+    return first * sum(shares[:-1]) / shares[0] + last
 
 
 def gradient_bytes(trace: Trace, setting: Setting) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.cache import TRACES
 from trimtab.errors import TrimtabError
-from trimtab.predict.derive import combine_changes, interpolate_trace, is_close
+from trimtab.predict.derive import combine_changes, has_near_totals, interpolate_trace, is_close
 from trimtab.spec import Trace
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.trace.request import TraceRequest
@@ -185,7 +185,8 @@ def with_micro_batch(setting: Setting, micro: int) -> Setting:
 def interpolate_family(family: Mapping[int, Trace | TrimtabError], micro: int) -> Trace | TrimtabError | None:
     """Return the trace or error at a micro-batch, directly or interpolated; None if it has to be traced.
 
-    If the family has a third trace, it has to be on the same line.
+    If the family has a third trace, it has to be on the same line. Where the program changes between the
+    neighbours, the line through two on the same side is used, if the change is small.
     """
     if micro in family:
         return family[micro]
@@ -201,12 +202,37 @@ def interpolate_family(family: Mapping[int, Trace | TrimtabError], micro: int) -
     ends = [below, above] if below is not None and above is not None else by_distance[:2]
     low, high = sorted(size for size in ends if size is not None)
     third = next((size for size in by_distance if size not in (low, high, 1)), None)
+    trace = interpolate_trace(traced[low], traced[high], low, high, micro)
+    if trace is None:
+        return _extrapolate(traced, micro)
     if third is not None and not is_close(
         interpolate_trace(traced[low], traced[high], low, high, third), traced[third]
     ):
         return None
-    trace = interpolate_trace(traced[low], traced[high], low, high, micro)
-    if trace is None:
-        return None
+    return _note_line(trace, low, high)
+
+
+def _note_line(trace: Trace, low: int, high: int) -> Trace:
     note = f"sizes are read off a line through traces at micro-batches {low} and {high}"
     return trace.replace(assumptions=(*trace.assumptions, note))
+
+
+def _extrapolate(traced: Mapping[int, Trace], micro: int) -> Trace | None:
+    """Return the trace from two smaller or two larger micro-batches, where the program changes in between.
+
+    A kernel for few rows has other workspaces, for example. Return None unless the program beyond the change
+    allocates nearly as many bytes as the line through the two: then it does not matter where it changes.
+    """
+    below = sorted((size for size in traced if 1 < size < micro), reverse=True)
+    above = sorted(size for size in traced if size > micro)
+    for pair, beyond in ((above[:2], below[:1]), (below[:2], above[:1])):
+        if len(pair) < 2 or not beyond:  # noqa: PLR2004 - a line has two ends
+            continue
+        low, high = sorted(pair)
+        there = interpolate_trace(traced[low], traced[high], low, high, beyond[0])
+        if there is None or not has_near_totals(there, traced[beyond[0]]):
+            continue
+        trace = interpolate_trace(traced[low], traced[high], low, high, micro)
+        if trace is not None:
+            return _note_line(trace, low, high)
+    return None

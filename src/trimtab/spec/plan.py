@@ -196,6 +196,8 @@ class Plan(Noun, frozen=True, kw_only=True):
     """The training command, if the plan is for one and not for a job."""
     phases: tuple[PhasePeak, ...] = ()
     """Peaks of the phases of a training command."""
+    by_formulas: bool = False
+    """Whether time and memory come from formulas over the sizes of a decoder: no step was traced."""
 
 
 # Stages: parts of a training run that change the job, and their plans.

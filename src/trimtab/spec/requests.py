@@ -444,6 +444,8 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     offload: OffloadWords = "none"
     compile: Compile = False
     strategy: StrategyName = "single"
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: VirtualStages = None
     gpus: GpuCount = None
     tp: TensorParallel = 1
     cp: ContextParallel = 1
@@ -491,6 +493,7 @@ class LayoutsRequest(JobOnDevices, frozen=True, kw_only=True):
         ),
     ] = ()
     top: Annotated[int, option("How many layouts to show.", minimum=1)] = 5
+    row: Annotated[int, option("Which layout --out writes: the number of its row.", minimum=1)] = 1
 
 
 class ProfileRequest(CommandRequest, frozen=True, kw_only=True):

@@ -199,7 +199,7 @@ class Mesh(Noun, frozen=True, kw_only=True):
     """Ranks that split every layer between them (tensor parallelism); they see the same data."""
     ep: int = 1
     """Ranks of dp_shard x cp that hold different experts (expert parallelism). They see different data, and
-    are no devices of their own."""
+    are no devices of their own. Other trainers count ranks of tp too."""
     pp: int = 1
     """Pipeline stages."""
     copies: tuple[int, ...] = ()
@@ -239,8 +239,8 @@ class Mesh(Noun, frozen=True, kw_only=True):
             ep=self.ep,
             pp=self.pp,
         )
-        if not wrong and self.shards % self.ep:
-            wrong.append(f"ep {self.ep} does not divide dp_shard x cp, which is {self.shards}")
+        if not wrong and (ranks := self.shards * self.tp) % self.ep:
+            wrong.append(f"ep {self.ep} does not divide dp_shard x cp x tp, which is {ranks}")
         if wrong or not self.copies:
             return wrong
         copies = " + ".join(map(str, self.copies))
@@ -320,6 +320,8 @@ class Setting(Noun, frozen=True, kw_only=True):
     """Order of forward and backward passes in a pipeline; without a pipeline it has no effect."""
     virtual_stages: int = 1
     """Pipeline stages on each rank of a pipeline."""
+    stage_layers: tuple[int, ...] = ()
+    """Blocks of each pipeline stage, in order; empty: balanced by the time that the blocks take."""
     shares: tuple[Share, ...] = ()
     """Share of each rank, in the order of ranks, if devices differ; micro_batch and accumulation are then the
     largest of them. Empty if all ranks are equal."""

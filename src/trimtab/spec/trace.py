@@ -138,14 +138,16 @@ class Trace(Noun, frozen=True, kw_only=True):
     rank: str = ""
     """The same in words: branch llama, or stage 1 of 4; empty if all ranks are equal."""
     beside: tuple[Trace, ...] = ()
-    """Traces of the other kinds of ranks: every other branch; for a pipeline the last rank, because those
-    between follow from the first."""
+    """Traces of the other kinds of ranks: every other branch; for a pipeline the second and the last rank,
+    because those between follow from the second."""
     kept_bytes: int = 0
     """Bytes that a forward pass through all stages of a pipeline rank stores for its backward pass."""
     handed_bytes: int = 0
     """Bytes that a pipeline stage sends to the next one per micro-batch."""
     stage_layers: tuple[int, ...] = ()
     """Blocks of each stage of a pipeline, on all ranks; empty if it is no pipeline."""
+    block_work: tuple[float, ...] = ()
+    """Shares of the time of a micro-batch in a pipeline: before the blocks, of each block, and after them."""
     shared: int = 0
     """Trainable parameters (elements) that all stages of a pipeline hold."""
     pinned_sizes: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.strategies.base import ParallelStrategy, usual_strategy
+from trimtab.strategies.base import ParallelStrategy, Refusal, usual_strategy
 from trimtab.strategies.branch import BranchStrategy, HybridStrategy
 from trimtab.strategies.ddp import DdpStrategy
 from trimtab.strategies.fsdp import FsdpStrategy
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "STRATEGIES",
     "ParallelStrategy",
+    "find_training_refusal",
     "one_micro_batch",
     "one_replica",
     "strategy_by_degrees",
@@ -63,3 +64,20 @@ def strategy_by_degrees(*, replicated: bool, sharded: bool) -> Strategy:
 def strategy_by_speed() -> ParallelStrategy:
     """Return the strategy that shares the batch out by speed among different devices."""
     return next(strategy for strategy in STRATEGIES.values() if strategy.shares_by_speed)
+
+
+def find_training_refusal(setting: Setting) -> Refusal | None:
+    """Return why `trimtab train` cannot run the mesh of a setting; None if it can."""
+    mesh, strategy = setting.mesh, strategy_of(setting)
+    if mesh.pp > 1 and not (strategy.has_schedule and mesh.shards == mesh.tp == 1):
+        return Refusal(
+            f"pp {mesh.pp} with ranks that shard weights, or split layers or sequences",
+            "Use torchtitan or Megatron-LM, or plan with --pin pp=1.",
+        )
+    if mesh.ep > 1 and mesh.tp > 1:
+        return Refusal(
+            f"ep {mesh.ep} with ranks that split layers (tp {mesh.tp})",
+            "Use torchtitan or Megatron-LM, or plan with --pin tp=1 or --pin ep=1.",
+        )
+    refusals = (strategy.tensor_refusal(mesh.tp), strategy.context_refusal(mesh.cp))
+    return next(filter(None, refusals), strategy.expert_refusal(mesh.ep))

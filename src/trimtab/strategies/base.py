@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from trimtab.errors import WrongUse
-from trimtab.spec import Mesh, Strategy
+from trimtab.spec import Mesh, Schedule, Strategy
 from trimtab.spec.trace import CONTEXT, EXPERTS, STATISTICS, TENSOR_PARALLEL_OPS
 
 if TYPE_CHECKING:
@@ -440,6 +440,10 @@ class ParallelStrategy(ABC):
     def least_rounds(self, mesh: Mesh) -> int:
         """Return the number of micro-batches a step below which ranks would idle."""
         return 1
+
+    def list_schedules(self, mesh: Mesh) -> Iterator[tuple[Schedule, int]]:
+        """Yield each order of passes that a plan may choose, with its virtual stages."""
+        yield Schedule.ONE_F_ONE_B, 1
 
     def uses_global_batch(self, mesh: Mesh) -> bool:
         """Whether an estimate needs the micro-batches of the whole global batch, not of one round."""

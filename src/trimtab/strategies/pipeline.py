@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from trimtab.spec import Mesh, Strategy
+from trimtab.spec import Mesh, Schedule, Strategy
 from trimtab.strategies.base import ParallelStrategy, RankKind, Waits, Wrapping, on_mesh, usual_strategy
 from trimtab.strategies.schedules import (
     PipelineShape,
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 MOST_STAGES = 16
 """That a plan considers: with more of them most wait most of the time. Who names the strategy and nothing
 else gets one stage a device, however many."""
+SEARCHED_VIRTUAL_STAGES = (2, 4)
+"""Stages of each rank that a plan considers for an interleaved schedule."""
+FORWARD_SHARE = 0.25
+"""The least part of a micro-batch's time that its forward pass takes: as much as each of recomputation,
+gradients of activations and gradients of weights."""
 FILLED = 2
 """Micro-batches for each stage that keep all stages busy."""
 
@@ -40,8 +46,8 @@ class PipelineStrategy(ParallelStrategy):
     is_bounded_by_one_device = True
     time_assumptions = (
         (
-            "pipeline: the time of the stages between the first and the last follows from that of the first "
-            "by their layers; a pipeline was never measured"
+            "pipeline: the time of the ranks between the second and the last follows from that of the second "
+            "by the work of their layers; a pipeline was never measured"
         ),
     )
     why_not_compiled = "a stage ends in the middle of the model, which a compiler cannot follow"
@@ -76,15 +82,27 @@ class PipelineStrategy(ParallelStrategy):
         """Return as many micro-batches as keep all stages busy."""
         return FILLED * mesh.pp
 
+    def list_schedules(self, mesh: Mesh) -> Iterator[tuple[Schedule, int]]:
+        """Yield every schedule, and several virtual stages as long as there are not too many stages."""
+        yield Schedule.ONE_F_ONE_B, 1
+        yield Schedule.ZERO_BUBBLE, 1
+        for stages in SEARCHED_VIRTUAL_STAGES:
+            if mesh.pp * stages <= MOST_STAGES:
+                yield Schedule.INTERLEAVED, stages
+
     def uses_global_batch(self, mesh: Mesh) -> bool:
         """Say yes: how long stages idle depends on the number of micro-batches."""
         return True
 
     def rank_kinds(self, mesh: Mesh, branches: Sequence[str]) -> list[RankKind]:
-        """Return the first rank, which holds the most micro-batches, and the last, which has the head."""
+        """Return the first rank, which holds the most micro-batches, the second, and the last.
+
+        The second may have more layers than the first; those after it hold fewer micro-batches. The last has
+        the head.
+        """
         return [
             RankKind(stage=stage, number=stage, words=f"stage {stage + 1} of {mesh.pp}")
-            for stage in (0, mesh.pp - 1)
+            for stage in sorted({0, min(1, mesh.pp - 1), mesh.pp - 1})
         ]
 
     def traced_as(self, mesh: Mesh) -> tuple[Strategy, Mesh]:
@@ -102,11 +120,11 @@ class PipelineStrategy(ParallelStrategy):
     def least_step_s(self, setting: Setting, alone_s: Callable[[], float]) -> float | None:
         """Return the time of stages that share the work evenly and wait no longer than they have to."""
         stages = setting.mesh.pp
-        if setting.schedule.splits_backward:
-            return alone_s() / stages
         # Virtual stages divide the bubble.
         rounds = setting.accumulation * setting.virtual_stages
-        return alone_s() / stages * (rounds + stages - 1) / rounds
+        # If weight gradients fill the bubble, only the first forward pass to the last rank is left of it.
+        share = FORWARD_SHARE if setting.schedule.splits_backward else 1.0
+        return alone_s() / stages * (rounds + share * (stages - 1)) / rounds
 
     def held_micro_batches(self, setting: Setting, part: int) -> float:
         """Return the most that the schedule holds on a rank; with v virtual stages, each counts 1 / v."""
@@ -121,19 +139,15 @@ class PipelineStrategy(ParallelStrategy):
     ) -> Waits:
         """Return the difference between the simulated passes of all ranks and those of the slowest alone."""
         shape = find_shape(setting)
-        first, last = passes[0], passes[-1]
-        layers = find_layers(first.trace, shape)
+        first = passes[0]
+        work = find_stage_work(first.trace, shape)
         kinds = [
-            _spread(layers, shape, *seconds)
-            for seconds in (
-                (first.forward_s, last.forward_s),
-                (first.input_s, last.input_s),
-                (first.weight_s, last.weight_s),
-            )
+            _spread(work, shape, [getattr(times, kind) for times in passes])
+            for kind in ("forward_s", "input_s", "weight_s")
         ]
         stages = tuple(StageTimes(*seconds) for seconds in zip(*kinds, strict=True))
         alone = simulate_step(shape, stages)
-        rank = 0 if slowest == 0 else shape.ranks - 1
+        rank = passes[slowest].trace.part
         send_s = links.send_s(first.trace.handed_bytes, setting.mesh.data_parallel)
         sent = simulate_step(shape, stages, send_s)
         return Waits(max(0.0, alone.total_s - alone.busy_s[rank]), max(0.0, sent.total_s - alone.total_s))
@@ -166,18 +180,33 @@ def find_shape(setting: Setting) -> PipelineShape:
     return PipelineShape(setting.schedule, setting.mesh.pp, setting.virtual_stages, setting.accumulation)
 
 
-def find_layers(trace: Trace, shape: PipelineShape) -> tuple[int, ...]:
-    """Return the layers of each stage; of a trace that does not know them, as many for all."""
-    return trace.stage_layers if len(trace.stage_layers) == shape.stages else (1,) * shape.stages
+def find_stage_work(trace: Trace, shape: PipelineShape, *, around: bool = True) -> tuple[float, ...]:
+    """Return the share of the work of each stage; of a trace that does not know it, as much for all.
 
-
-def _spread(layers: Sequence[int], shape: PipelineShape, first_s: float, last_s: float) -> Iterator[float]:
-    """Yield the seconds of each stage, from those of all stages of the first and of the last rank.
-
-    Every layer takes as long as one of the first rank; the last stage takes the rest of the last rank.
+    With `around`, the first stage has what is before the blocks, and the last what is after them.
     """
-    each_s = first_s / sum(layers[stage] for stage in shape.stages_of(0))
+    if len(trace.stage_layers) != shape.stages:
+        return (1.0,) * shape.stages
+    before, *blocks, after = trace.block_work or (0.0, *[1.0] * sum(trace.stage_layers), 0.0)
+    bounds = list(accumulate(trace.stage_layers, initial=0))
+    work = [sum(blocks[first:stop]) for first, stop in pairwise(bounds)]
+    work[0] += before * around
+    work[-1] += after * around
+    return tuple(work)
+
+
+def _spread(work: Sequence[float], shape: PipelineShape, seconds: Sequence[float]) -> Iterator[float]:
+    """Yield the seconds of each stage, from those of all stages of the first, the second and the last rank.
+
+    On the ranks between, work takes as long as on the second, or on the first of two. The last stage takes
+    what is left of the last rank.
+    """
+
+    def find_pace(rank: int) -> float:
+        return seconds[rank] / sum(work[stage] for stage in shape.stages_of(rank))
+
+    between_s = find_pace(0 if len(seconds) < 3 else 1)  # noqa: PLR2004 - a rank between two others
     for stage in range(shape.stages - 1):
-        yield each_s * layers[stage]
-    others = sum(layers[stage] for stage in shape.stages_of(shape.ranks - 1)) - layers[-1]
-    yield max(0.0, last_s - each_s * others)
+        yield (find_pace(0) if shape.rank_of(stage) == 0 else between_s) * work[stage]
+    others = sum(work[stage] for stage in shape.stages_of(shape.ranks - 1)) - work[-1]
+    yield max(0.0, seconds[-1] - between_s * others)

@@ -12,6 +12,7 @@ stretch. If a check fails, the result is None, and the caller traces the whole m
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -289,6 +290,7 @@ class _Extension:
             parameters=self._extrapolate(few.parameters, more.parameters),
             trainable=self._extrapolate(few.trainable, more.trainable),
             recomputed=self._recomputed(),
+            assumptions=self._extend_assumptions(),
             pinned_sizes=_repeat_insertion(few.pinned_sizes, more.pinned_sizes, self.extra),
             host_state_bytes=self._extrapolate(few.host_state_bytes, more.host_state_bytes),
             checkpoint_bytes=self._extrapolate(few.checkpoint_bytes, more.checkpoint_bytes),
@@ -507,10 +509,33 @@ class _Extension:
             return tuple(now if name == was else name for name in names)
 
         few, more = self.few.trace, self.more.trace
-        same = counted(few.recomputed, self.traced - 1, self.traced) == more.recomputed
-        if not same or few.assumptions != more.assumptions:
-            raise BlocksDiffer("what was said of the two differs")
+        if counted(few.recomputed, self.traced - 1, self.traced) != more.recomputed:
+            raise BlocksDiffer("the recomputed blocks of the two differ")
         return counted(more.recomputed, self.traced, self.traced + self.extra)
+
+    def _extend_assumptions(self) -> tuple[str, ...]:
+        """Return the assumptions; numbers in them that grow with the blocks grow on."""
+        few, more = self.few.trace.assumptions, self.more.trace.assumptions
+        if len(few) != len(more):
+            raise BlocksDiffer("the assumptions of the two differ")
+        return tuple(_extend_text(*texts, self.extra) for texts in zip(few, more, strict=True))
+
+
+def _extend_text(few: str, more: str, extra: int) -> str:
+    """Return a text whose whole numbers grow with each block, as in: 6 linear layers.
+
+    >>> _extend_text("tp: 8 ranks split 6 layers", "tp: 8 ranks split 8 layers", 10)
+    'tp: 8 ranks split 28 layers'
+    """
+    parts = [re.split(r"(?<![\d.])(\d+)(?![\d.])", text) for text in (few, more)]
+    if few == more:
+        return more
+    if len(parts[0]) != len(parts[1]) or parts[0][::2] != parts[1][::2]:
+        raise BlocksDiffer(f"an assumption differs: {more}")
+    for index in range(1, len(parts[1]), 2):
+        before, after = int(parts[0][index]), int(parts[1][index])
+        parts[1][index] = str(after + extra * (after - before))
+    return "".join(parts[1])
 
 
 def _repeat_insertion(few: tuple[int, ...], more: tuple[int, ...], extra: int) -> tuple[int, ...]:

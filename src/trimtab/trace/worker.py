@@ -365,8 +365,9 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     recorder.records_work = False
     if state.offload is not None and not state.offload.peak_sizes:
         recorder.kernels.assume(NOTHING_MOVED)
-    experts = describe_experts(state.experts, setting.expert_imbalance)
-    for note in (*describe_split(state.tensor_plan), *experts):
+    notes = describe_experts(state.experts, setting.expert_imbalance)
+    notes += [state.stage_note] if state.stage_note else []
+    for note in (*describe_split(state.tensor_plan), *notes):
         recorder.kernels.assume(note)
     lost_compiled = _lost_by_compiling(state, batch, recorder)
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in state.model.parameters()]
@@ -388,6 +389,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
                 "handed_bytes": state.stage.handed_bytes,
                 "shared": state.stage.shared,
                 "stage_layers": state.stage.layers,
+                "block_work": state.stage.split.work,
             }
         ),
     }

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from trimtab.engine.context_parallel import ContextGroup
     from trimtab.engine.gradients import Gradients
+    from trimtab.engine.pipeline_stage import StageSplit
     from trimtab.engine.sync_norm import SharedStatistics
     from trimtab.engine.update_phases import UpdatePhase
     from trimtab.spec import Estimate, Setting
@@ -172,11 +173,13 @@ def prepare(
         install_stage=stage,
         equalise=equalise if several else None,
         fill=broadcast_tensor if several else None,
-        reduced=lambda model: _list_reduced(model, groups, own_prefix()),
+        reduced=lambda model: list_reduced(model, groups, own_prefix()),
         mid_backward=on_gradient,
         follow=make_meta_loss(request.job, setting),
         expert_modules=list_expert_modules(request.job),
     )
+    if arranged.stage_note:
+        say("pipeline", arranged.stage_note)
     buffers = [entry for entry, is_buffer in _list_tensors(model, groups, own_prefix()) if is_buffer]
     bounds = rank_slice_bounds(
         setting.global_batch, groups.data_parallel, [share.samples for share in setting.shares]
@@ -257,7 +260,7 @@ class _StageInstaller:
         self._groups = groups
         self.pipe = PipelineRunner(groups, device, setting.schedule, setting.virtual_stages)
 
-    def __call__(self, model: nn.Module) -> None:
+    def __call__(self, model: nn.Module, split: StageSplit) -> None:
         groups, pipe = self._groups, self.pipe
         pipe.relay, _ = keep_stage(
             model,
@@ -265,6 +268,7 @@ class _StageInstaller:
             groups.stages,
             pipe.receive,
             virtual_stages=pipe.schedule.virtual_stages,
+            layers=split.layers,
         )
         if pipe.weight_gradients is not None:
             pipe.weight_gradients.install(model)
@@ -476,7 +480,7 @@ class _OptimizerFactory:
         self.optimizer = make
 
 
-def _list_reduced(
+def list_reduced(
     model: nn.Module, groups: RankGroups, own: str | None
 ) -> list[tuple[nn.Parameter, Any, int]]:
     """Return the trainable parameters, each with its reduction group and its number of ranks."""

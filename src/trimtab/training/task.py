@@ -309,6 +309,8 @@ def divide_setting(setting: Setting, procs: int, *, nodes: int = 1, branches: in
     divided = setting.replace(
         strategy=strategy, mesh=mesh, micro_batch=micro, accumulation=-(-share // micro), shares=()
     )
+    if divided.mesh.pp != setting.mesh.pp:
+        divided = divided.replace(stage_layers=())
     words = f"{setting.gpus} -> {procs} processes"
     if not STRATEGIES[strategy].has_schedule and setting.schedule is not Schedule.ONE_F_ONE_B:
         divided = divided.replace(schedule=Schedule.ONE_F_ONE_B, virtual_stages=1)

@@ -1,0 +1,382 @@
+"""Turn layouts that formulas rank into settings, estimates and plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from trimtab.catalog.facts import facts_of
+from trimtab.errors import WrongUse
+from trimtab.planner.explanations import add_run_totals, compare_step, compute_cost, format_step
+from trimtab.planner.layouts import TRAINERS, LayoutQuestion, LayoutSearch
+from trimtab.planner.space import make_layout
+from trimtab.predict.calibration import find_speed
+from trimtab.predict.communication import describe_network, find_links
+from trimtab.predict.layout import LayoutEstimator, Sharding
+from trimtab.spec import (
+    Band,
+    Candidate,
+    Estimate,
+    Footprint,
+    LayoutRow,
+    Mesh,
+    PipelineEstimate,
+    Plan,
+    Policy,
+    Precision,
+    Reason,
+    Recompute,
+    Rejection,
+    Schedule,
+    Setting,
+    StepTime,
+    Strategy,
+    Verdict,
+)
+from trimtab.strategies import find_training_refusal
+from trimtab.units import format_bytes, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trimtab.planner.estimator_interface import Layout
+    from trimtab.planner.layouts import RankedLayout
+    from trimtab.predict.layout import DecoderLayout
+    from trimtab.spec import Cluster, DecoderShape, Device, Workload
+
+ROOM = 1.05
+"""Reserved memory over allocated memory: the caching allocator leaves gaps."""
+NCCL_BYTES = 1 << 30
+"""What NCCL takes for its buffers; by GPUs and topology it is 0.2 to 2 GiB."""
+MEMORY_ERROR = 0.1
+"""Largest known error of the formulas' memory (docs/layouts.md)."""
+BY_FORMULAS = "by formulas, not traced: docs/layouts.md states how far off they are"
+PRECISION_NOTE = (
+    "bf16 with weights, gradients and AdamW in float32; attention by a flash kernel; norms are fused"
+)
+OPTIMIZER_NOTE = "data-parallel ranks share the states of the optimizer (Megatron-LM's distributed optimizer)"
+RUNNERS_UP = 5
+LOADERS = 4
+"""Loader processes per rank."""
+AXES = {
+    "tp": "tensor parallel ranks split every layer",
+    "cp": "context parallel ranks split every sequence",
+    "pp": "pipeline stages hold different layers",
+    "ep": "expert parallel ranks hold different experts",
+}
+
+
+class LayoutModel(NamedTuple):
+    """A decoder, its batch, and the devices to spread it over."""
+
+    shape: DecoderShape
+    cluster: Cluster
+    sequence: int
+    global_batch: int
+    trainer: str = "torchtitan"
+    memory_share: float = Policy().memory_share
+    pins: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class LayoutStudy:
+    """All layouts of a decoder on a cluster, estimated by formulas."""
+
+    model: LayoutModel
+    search: LayoutSearch
+    device: Device
+    context_bytes: int
+    """The CUDA context and NCCL's buffers."""
+    is_calibrated: bool
+    """Whether speeds of this very device were measured."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.model.sequence * self.model.global_batch
+
+    def describe(self, ranked: RankedLayout) -> LayoutRow:
+        """Return a layout as a row of a ranking."""
+        layout, time, memory = ranked
+        kinds = {name: getattr(memory, name) for name in memory._fields if name != "stage"}
+        return LayoutRow(
+            dp_replicate=layout.dp_replicate,
+            dp_shard=layout.dp_shard,
+            cp=layout.cp,
+            tp=layout.tp,
+            pp=layout.pp,
+            ep=layout.ep,
+            virtual_stages=layout.virtual_stages,
+            micro_batch=layout.micro_batch,
+            accumulation=layout.micro_batches,
+            recompute="full" if layout.full_recompute else "none",
+            step_s=time.total_s,
+            times={name.removesuffix("_s"): getattr(time, name) for name in time._fields},
+            tokens_per_s_per_gpu=self.tokens / time.total_s / layout.gpus,
+            mfu=self._compute_mfu(ranked),
+            memory_bytes=round(memory.total * ROOM) + self.context_bytes,
+            memory=kinds,
+            fullest_stage=memory.stage,
+        )
+
+    def estimate(self, ranked: RankedLayout) -> Estimate:
+        """Return the figures of a layout as an estimate of the fullest rank."""
+        layout, time, memory = ranked
+        reserved = round(memory.total * ROOM)
+        process = reserved + self.context_bytes
+        low, high = (round(process * factor) for factor in (1 - MEMORY_ERROR, 1 + MEMORY_ERROR))
+        return Estimate(
+            allocated_bytes=memory.total,
+            reserved_bytes=reserved,
+            process_bytes=process,
+            capacity_bytes=self.device.memory_bytes,
+            fits=high <= self.device.memory_bytes,
+            verdict=Verdict.FITS if high <= self.device.memory_bytes else Verdict.DOES_NOT_FIT,
+            parts=Footprint(
+                weights=memory.weights,
+                gradients=memory.gradients,
+                optimizer=memory.optimizer,
+                activations=memory.activations + memory.logits,
+                workspace=memory.working,
+                communication=NCCL_BYTES,
+                context=self.context_bytes - NCCL_BYTES,
+            ),
+            gradients_bytes=memory.gradients,
+            band=Band(low_bytes=low, high_bytes=high),
+            fullest_rank=f"stage {memory.stage + 1} of {layout.pp}" if layout.pp > 1 else "",
+            pipeline=self._describe_stages(ranked) if layout.pp > 1 else None,
+            step_s=time.total_s,
+            step_time=StepTime(
+                compute_s=time.compute_s + time.update_s,
+                launch_s=time.launch_s,
+                communication_s=time.within_layers_s + time.send_s + time.data_s,
+                bubble_s=time.bubble_s,
+            ),
+            mfu=self._compute_mfu(ranked),
+            assumptions=tuple(self.list_assumptions()),
+        )
+
+    def list_assumptions(self) -> Iterator[str]:
+        """Yield what the figures take for granted."""
+        trainer, shape, devices = self.model.trainer, self.model.shape, self.model.cluster
+        yield PRECISION_NOTE
+        if trainer == "torchtitan":
+            yield "data-parallel ranks share weights, gradients and states (FSDP2)"
+            yield "with pipeline stages, weights stay gathered between micro-batches"
+        else:
+            yield OPTIMIZER_NOTE
+        yield BY_FORMULAS
+        if shape.experts:
+            yield "experts get equal numbers of tokens; no capacity limit drops any"
+        if not self.is_calibrated:
+            name = self.device.name
+            yield f"time: {name} was not calibrated; its datasheet with the efficiencies of an H200"
+        if (network := describe_network(devices, len(devices.devices))) is not None:
+            yield network
+
+    def _compute_mfu(self, ranked: RankedLayout) -> float | None:
+        shape, peak = self.model.shape, self.device.peaks.bf16
+        attention = 6 * shape.layers * shape.heads * shape.head_size * self.model.sequence
+        flops = self.tokens * (6 * shape.active_parameters + attention)
+        return flops / (ranked.time.total_s * ranked.layout.gpus * peak) if peak else None
+
+    def _describe_stages(self, ranked: RankedLayout) -> PipelineEstimate:
+        layout, estimator = ranked.layout, self.search.estimator
+        stages = range(layout.pp)
+        return PipelineEstimate(
+            layers=tuple(estimator.count_layers(layout, stage) for stage in stages),
+            held_micro_batches=tuple(float(estimator.count_held(layout, stage)) for stage in stages),
+            bubble_share=ranked.time.bubble_s / ranked.time.total_s,
+        )
+
+
+def study_layouts(model: LayoutModel) -> LayoutStudy:
+    """Estimate all layouts of a decoder on a cluster of equal devices."""
+    cluster = model.cluster
+    device, gpus = find_only_device(cluster), len(cluster.devices)
+    speed = find_speed(device, None)
+    if speed is None:
+        raise WrongUse(
+            f"--on {device.name}",
+            found=f"the catalogue has no speed of {device.name}",
+            cure="Run `trimtab calibrate`.",
+        )
+    context = facts_of(device).memory.sharded_context_bytes + NCCL_BYTES
+    question = LayoutQuestion(
+        shape=model.shape,
+        sequence=model.sequence,
+        global_batch=model.global_batch,
+        gpus=gpus,
+        per_node=max(len(node.devices) for node in cluster.nodes),
+        sharding=TRAINERS[model.trainer],
+        budget_bytes=int((device.memory_bytes * model.memory_share - context) / ROOM),
+        pins=model.pins,
+    )
+    estimator = LayoutEstimator(model.shape, speed.pace, speed.host, find_links(cluster, gpus))
+    search = LayoutSearch(question, estimator).run()
+    return LayoutStudy(model, search, device, context, speed.own)
+
+
+def find_only_device(cluster: Cluster) -> Device:
+    """Return the device of a cluster whose devices are all the same."""
+    names = {device.model or device.name for device in cluster.devices}
+    if len(names) != 1:
+        there = f"it has {' and '.join(sorted(names))}" if names else "it has no GPU"
+        raise WrongUse("--on", found=there, cure="Name devices of one kind, as in --on 32x8xH100.")
+    return cluster.devices[0]
+
+
+def make_setting(layout: DecoderLayout) -> Setting:
+    """Return the setting of a layout, under the strategy whose ranks hold the same.
+
+    Ranks that shard only the states of the optimizer, as in Megatron-LM, have copies of the weights.
+    """
+    copies, shards = layout.dp_replicate, layout.dp_shard
+    splits = {layout.tp, layout.cp, layout.ep} != {1}
+    if layout.sharding is Sharding.OPTIMIZER and layout.ep == 1:
+        copies, shards = layout.dp, 1
+        strategy = Strategy.DDP
+    elif layout.pp > 1 and not splits and shards == 1:
+        strategy = Strategy.PIPELINE
+    else:
+        strategy = Strategy.HSDP if copies > 1 else Strategy.FSDP
+    if layout.gpus == 1:
+        strategy = Strategy.SINGLE
+    degrees = {axis: degree for axis in AXES if (degree := getattr(layout, axis)) > 1}
+    return Setting(
+        strategy=strategy,
+        mesh=Mesh(dp_replicate=copies, dp_shard=shards, **degrees),
+        micro_batch=layout.micro_batch,
+        accumulation=layout.micro_batches,
+        global_batch=layout.micro_batch * layout.micro_batches * layout.dp,
+        precision=Precision.BF16,
+        recompute=Recompute.FULL if layout.full_recompute else Recompute.NONE,
+        workers=LOADERS,
+        schedule=Schedule.INTERLEAVED if layout.virtual_stages > 1 else Schedule.ONE_F_ONE_B,
+        virtual_stages=layout.virtual_stages,
+    )
+
+
+def make_layout_plan(
+    study: LayoutStudy,
+    chosen: RankedLayout,
+    *,
+    job: str,
+    workload: Workload,
+    policy: Policy,
+) -> Plan:
+    """Return the plan of a layout: its setting with the figures of the formulas, reasons and alternatives."""
+    cluster = study.model.cluster
+    setting = make_setting(chosen.layout)
+    estimate = add_run_totals(study.estimate(chosen), setting, workload)
+    others = [ranked for ranked in study.search.best_by_mesh() if ranked is not chosen][:RUNNERS_UP]
+    return Plan(
+        job=job,
+        options={"seq": study.model.sequence},
+        choice=setting,
+        estimate=estimate,
+        policy=policy,
+        reasons=tuple(list_layout_reasons(study, chosen)),
+        runners_up=tuple(describe_alternative(study, other, chosen, workload) for other in others),
+        rejected=list_layout_rejections(study),
+        places=place_ranks(cluster).places,
+        workload=workload,
+        cost=compute_cost(estimate, policy),
+        left_out=() if len(cluster.nodes) == 1 else ("fewer GPUs than all: formulas rank layouts of all",),
+        recommendation=write_layout_recommendation(study, chosen),
+        by_formulas=True,
+    )
+
+
+def place_ranks(cluster: Cluster) -> Layout:
+    """Return the layout of all devices of a cluster."""
+    picks = [(number, device) for number, node in enumerate(cluster.nodes) for device in node.devices]
+    return make_layout(cluster, picks)
+
+
+def describe_alternative(
+    study: LayoutStudy, other: RankedLayout, chosen: RankedLayout, workload: Workload
+) -> Candidate:
+    """Return another layout as a runner-up."""
+    setting = make_setting(other.layout)
+    return Candidate(
+        setting=setting,
+        estimate=add_run_totals(study.estimate(other), setting, workload),
+        why=compare_step(other.time.total_s, chosen.time.total_s),
+    )
+
+
+def list_layout_rejections(study: LayoutStudy) -> tuple[Rejection, ...]:
+    """Return how many layouts were ruled out by which rule."""
+    search = study.search
+    rejections = [Rejection(why=why, count=count) for why, count in search.ruled_out.items() if count]
+    slower = len(search.found) - 1
+    if slower > 0:
+        rejections.append(
+            Rejection(why="layouts that fit, and are slower or split in more ways", count=slower)
+        )
+    return tuple(rejections)
+
+
+def list_layout_reasons(study: LayoutStudy, chosen: RankedLayout) -> Iterator[Reason]:
+    """Yield each choice of a layout with its reason, in figures."""
+    layout, setting = chosen.layout, make_setting(chosen.layout)
+    gpus = len(study.model.cluster.devices)
+    yield Reason(subject="gpus", value=f"{layout.gpus} of {gpus}", why="formulas rank layouts of all GPUs")
+    yield Reason(subject="strategy", value=setting.strategy.value, why=_explain_data_ranks(layout))
+    for axis, words in AXES.items():
+        degree = getattr(layout, axis)
+        if axis == "ep" and not study.model.shape.experts:
+            continue
+        yield Reason(subject=axis, value=str(degree), why=_explain_degree(study, chosen, axis, words))
+    if layout.virtual_stages > 1:
+        yield Reason(
+            subject="virtual_stages", value=str(layout.virtual_stages), why="parts of the model on each stage"
+        )
+    yield Reason(
+        subject="micro_batch",
+        value=str(layout.micro_batch),
+        why=f"x {layout.micro_batches} micro-batches x {layout.dp} data-parallel ranks",
+    )
+    full = "each block stores only its input" if layout.full_recompute else "everything fits"
+    yield Reason(subject="recompute", value=setting.recompute.value, why=full)
+    refusal = find_training_refusal(setting)
+    if refusal is not None:
+        runs = "torchtitan" if study.model.trainer == "torchtitan" else "Megatron-LM"
+        yield Reason(subject="trainer", value=runs, why=f"trimtab train cannot run it: {refusal.found}")
+    yield Reason(subject="figures", value="formulas", why="no step was traced; memory within 10 %")
+
+
+def _explain_data_ranks(layout: DecoderLayout) -> str:
+    if layout.sharding is Sharding.OPTIMIZER:
+        return f"{layout.dp} data-parallel ranks share the states of the optimizer"
+    copies = f"{layout.dp_replicate} copies of " * (layout.dp_replicate > 1)
+    return f"{copies}{plural(layout.dp_shard * layout.cp, 'shard')} of the weights"
+
+
+def _explain_degree(study: LayoutStudy, chosen: RankedLayout, axis: str, words: str) -> str:
+    """Return what the best layout with another degree would cost."""
+    degree = getattr(chosen.layout, axis)
+    if axis in study.model.pins:
+        return f"{words}; pinned" if degree > 1 else "pinned"
+    best: dict[int, float] = {}
+    for ranked in study.search.found:
+        best.setdefault(getattr(ranked.layout, axis), ranked.time.total_s)
+    texts = []
+    if degree > 1 and 1 not in best:
+        texts.append(f"nothing fits without {axis}")
+    other = min((value for value in best if value != degree), key=lambda value: best[value], default=None)
+    if other is not None:
+        texts.append(f"{axis} {other} {compare_step(best[other], chosen.time.total_s)}")
+    prefix = f"{words}; " if degree > 1 else ""
+    return prefix + ("; ".join(texts) or "no other degree is legal and fits")
+
+
+def write_layout_recommendation(study: LayoutStudy, chosen: RankedLayout) -> str:
+    """Return the result in one sentence."""
+    row = study.describe(chosen)
+    mfu = "" if row.mfu is None else f", {row.mfu:.0%} MFU"
+    return (
+        f"{format_step(row.step_s)} a step by formulas, {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{mfu}; "
+        f"{format_bytes(row.memory_bytes)} on the fullest GPU. No step was traced."
+    )
