@@ -14,7 +14,6 @@ from trimtab.planner.layout_plans import (
     LayoutStudy,
     describe_alternative,
     explain_degree,
-    find_unknown_degrees,
     list_layout_rejections,
     make_setting,
     place_ranks,
@@ -155,11 +154,9 @@ def _list_runnable(study: LayoutStudy) -> Iterator[RankedLayout]:
         if layout.pp > 1 or _is_foreign(study, ranked):
             continue
         setting = make_setting(layout)
-        rules, plain = STRATEGIES[setting.strategy], setting.mesh
-        if layout.ep > 1:
-            plain = plain.replace(ep=1)
-        meshes = rules.meshes_within(layout.gpus, nodes=len(cluster.nodes), tp=layout.tp, cp=layout.cp)
-        if setting.mesh in seen or plain not in meshes:
+        degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
+        meshes = STRATEGIES[setting.strategy].meshes_within(layout.gpus, nodes=len(cluster.nodes), **degrees)
+        if setting.mesh in seen or setting.mesh not in meshes:
             continue
         seen.add(setting.mesh)
         yield ranked
@@ -327,7 +324,7 @@ def _is_foreign(study: LayoutStudy, ranked: RankedLayout) -> bool:
     layout = ranked.layout
     if layout.tp > 1 and (layout.cp > 1 or study.model.shape.experts):
         return True
-    return bool(find_unknown_degrees(layout)) or find_training_refusal(make_setting(layout)) is not None
+    return find_training_refusal(make_setting(layout)) is not None
 
 
 def _name_cluster(cluster: Cluster) -> str:

@@ -226,11 +226,6 @@ def find_only_device(cluster: Cluster) -> Device:
     return cluster.devices[0]
 
 
-def find_unknown_degrees(layout: DecoderLayout) -> list[str]:
-    """Return the degrees of a layout that no mesh of a plan has."""
-    return [axis for axis in AXES if getattr(layout, axis) > 1 and axis not in Mesh.__struct_fields__]
-
-
 def make_setting(layout: DecoderLayout) -> Setting:
     """Return the setting of a layout, under the strategy whose ranks hold the same.
 
@@ -247,12 +242,6 @@ def make_setting(layout: DecoderLayout) -> Setting:
         strategy = Strategy.HSDP if copies > 1 else Strategy.FSDP
     if layout.gpus == 1:
         strategy = Strategy.SINGLE
-    if unknown := find_unknown_degrees(layout):
-        raise WrongUse(
-            f"{unknown[0]} in a plan",
-            found="trimtab ranks such layouts, and has no plan for them yet",
-            cure=f"Write another row with --row N, or pin {unknown[0]}=1.",
-        )
     degrees = {axis: degree for axis in AXES if (degree := getattr(layout, axis)) > 1}
     return Setting(
         strategy=strategy,
@@ -284,11 +273,7 @@ def make_layout_plan(  # noqa: PLR0913 - parts of a plan
     cluster = study.model.cluster
     setting = make_setting(chosen.layout)
     estimate = add_run_totals(study.estimate(chosen), setting, workload)
-    others = [
-        ranked
-        for ranked in study.search.best_by_mesh()
-        if ranked is not chosen and not find_unknown_degrees(ranked.layout)
-    ]
+    others = [ranked for ranked in study.search.best_by_mesh() if ranked is not chosen][:RUNNERS_UP]
     return Plan(
         job=job,
         options={"seq": study.model.sequence},
@@ -296,9 +281,7 @@ def make_layout_plan(  # noqa: PLR0913 - parts of a plan
         estimate=estimate,
         policy=policy,
         reasons=tuple(list_layout_reasons(study, chosen, among or study.search.found)),
-        runners_up=tuple(
-            describe_alternative(study, other, chosen, workload) for other in others[:RUNNERS_UP]
-        ),
+        runners_up=tuple(describe_alternative(study, other, chosen, workload) for other in others),
         rejected=list_layout_rejections(study),
         places=place_ranks(cluster).places,
         workload=workload,

@@ -256,7 +256,11 @@ def _trace_layouts(
     for space in list_spaces(proposal, question):
         estimator.direct |= {family.mesh.dp_shard for family in space.families}
         # Data parallelism alone is traced first: it is the safest answer if the time is up.
-        plain = [family for family in space.families if family.mesh.size == family.mesh.data_parallel]
+        plain = [
+            family
+            for family in space.families
+            if family.mesh.size == family.mesh.data_parallel and family.mesh.ep == 1
+        ]
         estimator.prepare([(family.setting(family.splits[0]), family.layout) for family in plain[:1]])
         made = choose_among(space, question, estimator, notice=lambda seen: say_best(_describe_best(seen)))
         is_failed = isinstance(made, TrimtabError) and made.found != TRACED_TOO_LONG
