@@ -59,6 +59,8 @@ CASE_S, COMPILED_S, CAP_S = 120.0, 400.0, 400.0
 """Seconds after which a case is given up."""
 DEVICE = "H200"
 EXPERTS = "bench/rank_jobs.py:Experts"
+SPREAD = "bench/rank_jobs.py:SpreadExperts"
+MANY = "bench/rank_jobs.py:ManyExperts"
 LLAMA_70B = {"layers": 80, "width": 8192, "ff": 28672, "heads": 64}
 
 
@@ -89,6 +91,10 @@ class QueuedCase:
     """Whether weights are updated in the backward pass."""
     tp: int = 1
     """Tensor-parallel ranks; `gpus` counts them too."""
+    ep: int = 1
+    """Ranks with different experts, among those with shards."""
+    imbalance: float = 1.0
+    """Tokens of this rank over those of the mean rank, with experts on different ranks."""
     stage: int = 0
     """Of a pipeline with a stage a GPU, the rank that is measured."""
     accumulation: int = 1
@@ -114,7 +120,7 @@ class QueuedCase:
             Strategy.HSDP: {"dp_replicate": self.nodes, "dp_shard": self.gpus // self.nodes // self.tp},
             Strategy.PIPELINE: {"pp": self.gpus},
         }
-        sizes: dict[str, Any] = meshes[strategy] | {"tp": self.tp}
+        sizes: dict[str, Any] = meshes[strategy] | {"tp": self.tp, "ep": self.ep}
         mesh = Mesh(**sizes)
         return Setting(
             micro_batch=self.micro_batch,
@@ -133,6 +139,7 @@ class QueuedCase:
             loss=LossForm(self.loss),
             offload=read_offload(self.offload),
             optimizer_in_backward=self.in_backward,
+            expert_imbalance=self.imbalance,
         )
 
 
@@ -189,6 +196,24 @@ def _tensor_ranks() -> list[QueuedCase]:
         QueuedCase(
             "tensor-tp8-llama8b-full-b1", "Llama", 1, {"layers": 32}, "fsdp", 64, recompute="full", tp=8
         ),
+    ]
+
+
+def _expert_ranks() -> list[QueuedCase]:
+    """One rank of expert parallelism; it gets the tokens of a stated imbalance, with any values."""
+    few = {"layers": 4}
+    return [
+        QueuedCase("expert-ep8-mixtral4-b2", SPREAD, 2, few, "fsdp", 8, ep=8),
+        QueuedCase("expert-ep8-mixtral4-full-b8", SPREAD, 8, few, "fsdp", 8, recompute="full", ep=8),
+        QueuedCase("expert-ep8-fsdp64-mixtral4-b4", SPREAD, 4, few, "fsdp", 64, ep=8),
+        QueuedCase(
+            "expert-ep4-fsdp8-mixtral2-true-b4", SPREAD, 4, {"layers": 2}, "fsdp", 8, "bf16-true", ep=4
+        ),
+        QueuedCase("expert-ep8-hsdp-mixtral4-b2", SPREAD, 2, few, "hsdp", 16, nodes=2, ep=8),
+        QueuedCase("expert-ep8-mixtral4-x2-b2", SPREAD, 2, few, "fsdp", 8, ep=8, imbalance=2.0),
+        QueuedCase("expert-ep8-qwen30b4-b4", MANY, 4, few, "fsdp", 8, ep=8),
+        QueuedCase("expert-ep8-qwen30b4-full-b8", MANY, 8, few, "fsdp", 8, recompute="full", ep=8),
+        QueuedCase("expert-ep8-qwen30b4-x1.5-b4", MANY, 4, few, "fsdp", 8, ep=8, imbalance=1.5),
     ]
 
 
@@ -701,6 +726,7 @@ def queue() -> list[QueuedCase]:
         *_ways_to_fit(),
         *_stages(),
         *_tensor_ranks(),
+        *_expert_ranks(),
         *_ranks(),
         *_built_in(),
         *_quality(),

@@ -363,10 +363,17 @@ def test_illegal_pins_are_refused_before_anything_is_traced(tmp_path: Path) -> N
         trimtab.plan(f"hf:{tmp_path}", "2x8xH100", pins={"tp": 16, "pp": 2}, say=refuse)
 
 
-def test_a_degree_that_no_plan_has_is_said_with_the_warnings() -> None:
+def test_expert_degrees_that_no_plan_has_are_refused_before_tracing() -> None:
     cluster = as_cluster("2x8xH100")
-    with pytest.raises(WrongUse, match=r"cannot plan ep .* yet.*the model has no experts"):
+    with pytest.raises(WrongUse, match="ep=2: the model has no experts"):
         check_degree_pins({"ep": 2}, LLAMA_70B, cluster)
+    with pytest.raises(WrongUse, match=r"ep=3: the model has 8 experts a layer.*Use 2 or 4"):
+        check_degree_pins({"ep": 3}, MIXTRAL, cluster)
+    with pytest.raises(WrongUse, match=r"ep=8: experts share the 4 ranks of dp_shard x cp, which 8.*Use 4"):
+        check_degree_pins({"ep": 8, "dp_shard": 4}, MIXTRAL, cluster)
+    with pytest.raises(WrongUse, match=r"tp=2 x ep=4: trimtab does not run the two together"):
+        check_degree_pins({"tp": 2, "ep": 4}, MIXTRAL, cluster)
+    assert check_degree_pins({"ep": 8}, MIXTRAL, cluster) == []
 
 
 def test_warnings_about_pins_do_not_stop_a_plan() -> None:

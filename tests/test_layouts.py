@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -19,7 +18,16 @@ from trimtab.errors import NothingFits, WrongUse
 from trimtab.jobs.decoder_shape import make_decoder_shape, read_decoder_shape
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.communication import find_links
-from trimtab.predict.decoder import RankShare, count_stored, list_block
+from trimtab.predict.decoder import (
+    BlockKernels,
+    BlockRecompute,
+    Float8,
+    RankShare,
+    count_stored,
+    list_again,
+    list_attention,
+    list_block,
+)
 from trimtab.predict.layout import DecoderLayout, LayoutEstimator, Sharding
 
 if TYPE_CHECKING:
@@ -94,9 +102,73 @@ def test_sequence_parallelism_and_recomputation_store_less() -> None:
     shape = shape_of("llama-70b")
     plain = RankShare(micro_batch=1, sequence=4096, tp=8, sequence_parallel=False)
     split = replace(plain, sequence_parallel=True)
-    stored = [count_stored(shape, share, full_recompute=False) for share in (plain, split)]
+    stored = [count_stored(shape, share) for share in (plain, split)]
     assert stored[0] - stored[1] == 4 * 4096 * 8192 * 7 // 8
-    assert count_stored(shape, split, full_recompute=True) == 4096 * 8192 // 8
+    selective = count_stored(shape, split, recompute=BlockRecompute.SELECTIVE)
+    full = count_stored(shape, split, recompute=BlockRecompute.FULL)
+    assert full == 4096 * 8192 // 8 < selective < stored[1]
+
+
+def test_torch_does_not_recompute_the_last_product_of_a_block() -> None:
+    shape, share = shape_of("llama-8b"), RankShare(micro_batch=1, sequence=1024)
+    block = list_block(shape, share)
+    whole = list_again(block, BlockRecompute.FULL, BlockKernels())
+    early = list_again(block, BlockRecompute.FULL, BlockKernels(stops_early=True))
+    assert whole == block.forward
+    assert [work.kind for work in whole[len(early) :]] == ["matrix", "pointwise"]
+    part = list_again(block, BlockRecompute.SELECTIVE, BlockKernels())
+    assert not any(work.kind == "attention" for work in part)
+    assert sum(work.flops for work in part) < sum(work.flops for work in early)
+
+
+def test_compressed_attention_has_the_products_of_its_weights() -> None:
+    shape = shape_of("deepseek-v3")
+    share = RankShare(micro_batch=1, sequence=1024)
+    for dense in (True, False):
+        block = list_block(shape, share, dense=dense)
+        flops = sum(work.flops for work in (*block.forward, *block.backward) if work.kind == "matrix")
+        experts = shape.experts_per_token + shape.shared_experts
+        feed = shape.dense_weights if dense else experts * shape.expert_weights + shape.width * shape.experts
+        weights = shape.attention_weights + shape.compressing_weights + feed
+        assert flops == 6 * weights * share.tokens
+    # Queries and keys have 192 numbers a head, values 128: 2 x (192 + 128) operations for each score.
+    attention = list_attention(shape, share).forward[0]
+    assert attention.flops == 2 * (192 + 128) * 128 * 1024 * 1024 // 2
+
+
+def test_the_first_blocks_of_a_mixture_are_dense() -> None:
+    estimator = estimator_of("deepseek-v3", "2x8xH100")
+    layout = DecoderLayout(micro_batch=1, micro_batches=4, sequence=4096, pp=16, ep=1)
+    kinds = [estimator.count_kinds(layout, stage) for stage in range(16)]
+    assert [plain for plain, _ in kinds] == [3, *[0] * 15]
+    assert sum(map(sum, kinds)) == 61
+    weights = [sum(estimator.count_weights(layout, stage)) for stage in range(16)]
+    assert sum(weights) == estimator.shape.parameters
+    assert estimator.shape.parameters / 1e9 == pytest.approx(671, rel=1e-3)
+
+
+@pytest.mark.parametrize("scales", [Float8.TENSOR, Float8.ROW, Float8.FUSED])
+def test_layers_in_8_bits_have_the_same_products_and_casts(scales: Float8) -> None:
+    shape = shape_of("llama-8b")
+    share = RankShare(micro_batch=1, sequence=1024)
+    plain = list_block(shape, share)
+    small = list_block(shape, replace(share, kernels=BlockKernels(float8=scales)))
+    for way in range(2):
+        flops = [sum(work.flops for work in block[way]) for block in (plain, small)]
+        assert flops[0] == flops[1]
+        assert len(small[way]) > len(plain[way])
+
+
+def test_the_last_rank_of_an_unbalanced_ring_has_most_scores() -> None:
+    shape = shape_of("llama-8b")
+
+    def count(cp: int, *, balanced: bool) -> int:
+        share = RankShare(micro_batch=1, sequence=8192, cp=cp, balanced=balanced)
+        return sum(work.flops for work in list_attention(shape, share).forward)
+
+    assert count(1, balanced=False) == count(1, balanced=True)
+    # One half part and three whole ones, instead of four halves.
+    assert count(4, balanced=False) * 4 == count(4, balanced=True) * 7
 
 
 def test_a_pipeline_with_more_micro_batches_idles_less() -> None:
@@ -142,49 +214,6 @@ def test_sharded_weights_take_less_than_sharded_states() -> None:
     kept = {way: estimator.estimate_memory(replace(layout, sharding=way)) for way in Sharding}
     assert kept[Sharding.WEIGHTS].weights < kept[Sharding.OPTIMIZER].weights == kept[Sharding.NONE].weights
     assert kept[Sharding.OPTIMIZER].optimizer * 8 == pytest.approx(kept[Sharding.NONE].optimizer, rel=1e-6)
-
-
-# against what others measured
-
-
-@pytest.fixture(scope="module")
-def outside() -> Any:
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        import outside  # type: ignore[import-not-found]
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
-    return outside
-
-
-@pytest.fixture(scope="module")
-def comparisons(outside: Any) -> list[Any]:
-    with (ROOT / "bench" / "outside_rows.csv").open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if not row["model"].startswith("deepseek")]
-    return [outside.predict_row(row) for row in rows]
-
-
-def test_predicted_steps_are_as_near_to_measured_ones_as_the_documentation_says(
-    comparisons: list[Any],
-) -> None:
-    def mean_error(source: str, *, several_nodes: bool) -> float:
-        errors = [
-            abs(each.error)
-            for each in comparisons
-            if each.row["source"] == source and (int(each.row["gpus"]) > 8) is several_nodes
-        ]
-        return float(sum(errors) / len(errors))
-
-    assert mean_error("vTrain", several_nodes=False) < 0.095
-    assert mean_error("vTrain", several_nodes=True) < 0.12
-    assert mean_error("SimuMax", several_nodes=False) < 0.08
-
-
-def test_predicted_memory_is_near_to_what_megatron_allocates(comparisons: list[Any]) -> None:
-    errors = [abs(each.memory_error) for each in comparisons if each.memory_error is not None]
-    assert len(errors) == 22
-    assert sum(errors) / len(errors) < 0.04
-    assert max(errors) < 0.10
 
 
 # the ranking
@@ -287,10 +316,12 @@ def test_other_jobs_and_mixed_devices_are_refused(tmp_path: Path) -> None:
         trimtab.layouts(f"hf:{tmp_path}", "8xH100")
 
 
-def test_compressed_attention_is_refused() -> None:
-    config = json.loads((MODELS / "llama-8b" / "config.json").read_text(encoding="utf-8"))
-    with pytest.raises(WrongUse, match="compressed"):
-        make_decoder_shape(config | {"kv_lora_rank": 512}, "config.json")
+def test_compressed_attention_without_the_sizes_of_its_heads_is_refused() -> None:
+    config = json.loads((MODELS / "deepseek-v3" / "config.json").read_text(encoding="utf-8"))
+    del config["v_head_dim"]
+    with pytest.raises(WrongUse, match="compressed") as error:
+        make_decoder_shape(config, "config.json")
+    assert "v_head_dim" in error.value.cure
 
 
 def test_the_command_prints_a_table_of_80_columns_and_json() -> None:

@@ -200,7 +200,7 @@ def check_configs(strategy: ParallelStrategy) -> None:
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "check_rules": ("explain_illegal", "refusal", "usual_mesh", "meshes", "mesh", "needs_several_gpus"),
-    "check_inner_degrees": ("tensor_refusal", "context_refusal", "meshes_within"),
+    "check_inner_degrees": ("tensor_refusal", "context_refusal", "expert_refusal", "meshes_within"),
     "check_resizing": ("resized",),
     "check_pins": ("pin_conflicts", "pinned_data_parallel", "why_not_compiled"),
     "check_traces": (
@@ -236,16 +236,17 @@ TYPES: dict[str, Any] = {
 
 
 def check_inner_degrees(strategy: ParallelStrategy) -> None:
-    """Ranks that split layers or sequences are neighbours in a mesh of all GPUs."""
-    for tp, cp in ((2, 1), (1, 2), (2, 2)):
-        meshes = list(strategy.meshes_within(16, nodes=2, tp=tp, cp=cp))
-        refused = strategy.tensor_refusal(tp) or strategy.context_refusal(cp)
+    """Ranks that split layers or sequences are neighbours in a mesh of all GPUs; experts need no more."""
+    for tp, cp, ep in ((2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 4), (1, 2, 2)):
+        meshes = list(strategy.meshes_within(16, nodes=2, tp=tp, cp=cp, ep=ep))
+        refused = strategy.tensor_refusal(tp) or strategy.context_refusal(cp) or strategy.expert_refusal(ep)
         assert bool(meshes) is not bool(refused)
-        assert all((mesh.size, mesh.tp, mesh.cp) == (16, tp, cp) for mesh in meshes)
+        assert all((mesh.size, mesh.tp, mesh.cp, mesh.ep) == (16, tp, cp, ep) for mesh in meshes)
         if refused:
             with pytest.raises(WrongUse):
-                strategy.mesh(16, nodes=2, tp=tp, cp=cp)
+                strategy.mesh(16, nodes=2, tp=tp, cp=cp, ep=ep)
     assert not list(strategy.meshes_within(6, cp=4))
+    assert not list(strategy.meshes_within(6, ep=4))
     assert list(strategy.meshes_within(8, nodes=2)) == list(strategy.meshes(8, nodes=2))
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trimtab.catalog.glossary import Word
     from trimtab.catalog.tables import DeviceRow
     from trimtab.errors import TrimtabError
+    from trimtab.exams.outside import OutsideResult
     from trimtab.exams.run import ExamResult
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.scripts.estimate import ScriptEstimate
@@ -973,6 +974,40 @@ def render_exam(result: ExamResult) -> RenderableType:
     lines = [_render_exam_summary(result, figure) for figure in result.median]
     failures = [render_labelled(case.case, case.failed, "red") for case in result.cases if case.failed]
     return Group(table, Text(), *lines, *failures)
+
+
+def render_outside(result: OutsideResult) -> RenderableType:
+    """Return the errors against other people's measurements by source, and what was not replayed."""
+    table = _make_table()
+    table.add_column("source", header_style="dim")
+    table.add_column("figure", header_style="dim")
+    for name in ("rows", "mean", "median", "worst"):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    table.add_column("its own", header_style="dim")
+    previous = ""
+    for score in result.scores:
+        name = "" if score.source == previous else score.source
+        previous = score.source
+        if score.mean is None or score.median is None or score.worst is None:
+            figures = [f"{score.right} right", "", ""]
+        else:
+            figures = [f"{score.mean:.1%}", f"{score.median:+.1%}", f"{score.worst:.0%}"]
+        table.add_row(name, score.figure, str(score.rows), *figures, score.rival.rpartition(" ")[2])
+    numbers = [(name, *pair) for name, values in result.fitted.items() for pair in values.items()]
+    fitted = [f"{name} {word} {value:g}" for name, word, value in numbers]
+    lines = [
+        render_labelled("replayed", f"{result.replayed:,} of {result.rows:,} rows", "dim"),
+        render_labelled("fitted", ", ".join(fitted) or "nothing", "dim"),
+    ]
+    if result.unscored:
+        counts = ", ".join(f"{name} {count}" for name, count in result.unscored.items())
+        lines.append(
+            render_labelled("unscored", f"memory whose kind the source does not state: {counts}", "dim")
+        )
+    for name, reasons in result.left_out.items():
+        text = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+        lines.append(render_labelled("left out", f"{name}: {text}", "dim"))
+    return Group(table, Text(), *lines)
 
 
 def _render_exam_summary(result: ExamResult, figure: str) -> Text:

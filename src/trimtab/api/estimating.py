@@ -109,6 +109,8 @@ def requested_setting(request: EstimateRequest, *, any_batch: bool = False) -> t
         tp=request.tp,
         cp=request.cp,
         cp_method=request.cp_method,
+        ep=request.ep,
+        expert_imbalance=request.expert_imbalance,
         optimizer=request.optimizer,
         optimizer_in_backward=request.optimizer_in_backward,
         allocator=request.allocator,
@@ -262,6 +264,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     tp: int = 1,
     cp: int = 1,
     cp_method: str = "ring",
+    ep: int = 1,
+    expert_imbalance: float = 1.0,
     base: str = "none",
     loss: str = "whole",
     offload: str = "none",
@@ -292,9 +296,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     )
     from trimtab.strategies import STRATEGIES, strategy_by_degrees
 
-    how = _read_word(Strategy, strategy, "strategy")
-    rules = STRATEGIES[how]
-    if max(tp, cp) > 1 and not rules.needs_several_gpus:
+    rules = STRATEGIES[_read_word(Strategy, strategy, "strategy")]
+    if max(tp, cp, ep) > 1 and not rules.needs_several_gpus:
         # The GPUs that are left share the weights of every part of a layer.
         rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     if compile and rules.needs_several_gpus:
@@ -310,10 +313,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
-    for flag, number in (("--micro-batch", micro_batch), ("--tp", tp), ("--cp", cp)):
-        if number < 1:
-            raise WrongUse(f"{flag} {number}", found="it is below 1", cure="Give at least 1.")
-    mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp)
+    _refuse_below_one(micro_batch=micro_batch, tp=tp, cp=cp, ep=ep, expert_imbalance=expert_imbalance)
+    mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
@@ -327,6 +328,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         base=_read_word(BaseFormat, base, "base"),
         loss=_read_word(LossForm, loss, "loss"),
         cp_method=_read_word(ContextMethod, cp_method, "cp-method"),
+        expert_imbalance=expert_imbalance,
         recompute=way,
         offload=_read_offload(offload),
         compile=compile,
@@ -339,6 +341,16 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     setting = _add_micro_batches(setting, rules) if any_batch else setting
     _refuse_illegal(setting, rules)
     return setting
+
+
+def _refuse_below_one(**numbers: float) -> None:
+    """Raise if one of the options is below 1."""
+    from trimtab.errors import WrongUse
+
+    for name, number in numbers.items():
+        if number < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise WrongUse(f"{flag} {number:g}", found="it is below 1", cure="Give at least 1.")
 
 
 def _read_schedule(schedule: str, virtual_stages: int | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from trimtab.errors import WrongUse
 from trimtab.spec.requests import ProfileRequest
 
 
-def exam(
+def exam(  # noqa: PLR0913, PLR0917 - options
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Only cases whose names match, as in 'gpt-*'.")
     ] = "*",
@@ -24,12 +24,30 @@ def exam(
         typer.Option("--cases", metavar="FILE", help="File of cases that `trimtab profile --keep` wrote."),
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Trace every case again.")] = False,
+    outside: Annotated[
+        bool, typer.Option("--outside", help="Predict what other people measured and published.")
+    ] = False,
+    source: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --outside: only this source, such as vTrain.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict every recorded measurement again, and show the errors.
 
-    Takes some minutes the first time. Needs transformers and peft for some of the cases.
+    Takes some minutes the first time. Needs transformers and peft for some of the cases. With --outside,
+    predicts the measurements of public sources, in seconds.
     """
+    if source is not None and not outside:
+        raise WrongUse(f"--source {source}", found="only --outside has sources", cure="Add --outside.")
+    if outside:
+        if only != "*" or own is not None or no_cache:
+            raise WrongUse(
+                "--outside",
+                found="--only, --cases and --no-cache are for trimtab's own cases",
+                cure="Leave them out, or name a source with --source.",
+            )
+        _show_outside(source, json=json)
+        return
     from trimtab.exams.run import run_exam
 
     def done(answer: Any) -> None:
@@ -43,6 +61,23 @@ def exam(
         from trimtab import render
 
         print_text(render.render_exam(marks))
+
+
+def _show_outside(source: str | None, *, json: bool) -> None:
+    """Predict other people's measurements, and print the errors by source."""
+    from trimtab.exams.outside import run_outside
+
+    def show_done(name: str, count: int) -> None:
+        if not json:
+            print(f"  {name}: {count} rows", file=sys.stderr)  # noqa: T201 - progress
+
+    result = run_outside(source, done=show_done)
+    if json:
+        print_json(result.to_builtins())
+    else:
+        from trimtab import render
+
+        print_text(render.render_outside(result))
 
 
 @command(ProfileRequest)

@@ -471,6 +471,13 @@ def read_split(reading: Reading, gpus: int) -> dict[str, int]:
     return {} if gpus % prod(split.values()) else split
 
 
+def read_expert_degree(reading: Reading, strategy: Strategy, mesh: Mesh) -> int:
+    """Return the ranks of a config that hold different experts; 1 if trimtab has no such mesh."""
+    ep = reading.number("expert") or 1
+    is_known = STRATEGIES[strategy].expert_refusal(ep) is None and mesh.shards % ep == 0
+    return ep if is_known else 1
+
+
 def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
     """Return how the config would run; what it leaves open is as in a plain run on `gpus` devices."""
     facts = reading.facts
@@ -487,6 +494,7 @@ def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
     if copies == 1 and split:
         strategy = model_splitting_strategy(split)
     mesh = STRATEGIES[strategy].config_mesh(copies, shards).replace(**split)
+    mesh = mesh.replace(ep=read_expert_degree(reading, strategy, mesh))
     return Setting(
         strategy=strategy,
         mesh=mesh,

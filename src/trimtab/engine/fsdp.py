@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from trimtab.engine.build import find_shard_units
+from trimtab.engine.expert_parallel import split_experts
 from trimtab.engine.gradients import sum_squares
 from trimtab.engine.precision import torch_dtype
 from trimtab.engine.sync_norm import widen_norms
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trimtab.engine.context_parallel import ContextCollective, ContextGroup
+    from trimtab.engine.expert_parallel import ExpertCollective, ExpertGroup
     from trimtab.engine.sync_norm import NormCollective, SharedStatistics
     from trimtab.engine.tensor_plan import TensorPlan
     from trimtab.spec import Setting
@@ -62,8 +64,9 @@ class Collective(NamedTuple):
     dtype: torch.dtype
     all_reduce_group: Any
     """Group that sums the result afterwards (replicas of shards, in HSDP); None if there is none."""
-    statistics: NormCollective | ContextCollective | None = None
-    """Collective of a synchronised BatchNorm layer or of split attention; it has no weights or gradients."""
+    statistics: NormCollective | ContextCollective | ExpertCollective | None = None
+    """Collective of a synchronised BatchNorm layer, of split attention or of experts on other ranks; it has
+    no weights or gradients."""
 
 
 class CollectiveLog:
@@ -79,8 +82,8 @@ class CollectiveLog:
             self.mid_backward()
         self.current.append(entry)
 
-    def record_statistics(self, exchange: NormCollective | ContextCollective) -> None:
-        """Record a collective of a synchronised BatchNorm layer or of split attention, before it starts."""
+    def record_statistics(self, exchange: NormCollective | ContextCollective | ExpertCollective) -> None:
+        """Record a collective inside a layer, before it starts."""
         self.record(Collective(False, None, exchange.length, 0, exchange.dtype, None, exchange))
 
 
@@ -136,6 +139,7 @@ class ShardedGradients:
         tensor_parallel: int = 1,
         mid_backward: Callable[[], None] | None = None,
         statistics: SharedStatistics | ContextGroup | None = None,
+        experts: ExpertGroup | None = None,
         parameters: list[Any] | None = None,
         beside: ShardedGradients | None = None,
         device: str | None = None,
@@ -144,7 +148,8 @@ class ShardedGradients:
 
         `replicas` is the number of copies of every shard. `alone` means that there is one rank.
         `tensor_parallel` is the number of ranks that split every layer between them. `statistics`
-        runs the collectives of synchronised BatchNorm or of split attention, if there are some. `parameters`
+        runs the collectives of synchronised BatchNorm or of split attention, if there are some, and `experts`
+        those of experts on other ranks. `parameters`
         are those that get gradients; by default all that are trainable. `beside` is the storage of other
         parameters of the same model, if there is one. `device` is where the model computes, if its shards are
         on the host.
@@ -157,6 +162,9 @@ class ShardedGradients:
         if statistics is not None:
             statistics.record = self._log.record_statistics
         self._statistics = statistics
+        if experts is not None:
+            experts.record = self._log.record_statistics
+        self._experts = experts
         self._replicas = replicas
         self._tensor_parallel = tensor_parallel
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -174,11 +182,18 @@ class ShardedGradients:
         if beside is not None:
             return
         for module in self._units:
-            module.set_gradient_divide_factor(1.0)
+            if not self._is_alone(module):
+                # Without it, torch divides by the number of ranks; a single one would copy to divide by 1.
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             for unit in _parameter_groups(module):
                 module.set_custom_all_gather(_Gather(self._log))
                 module.set_custom_reduce_scatter(_Scatter(self._log, unit))
+
+    def _is_alone(self, module: nn.Module) -> bool:
+        """Whether no other rank has gradients of the same weights, as of experts that one rank holds."""
+        sizes = [unit._reduce_scatter_process_group.size() for unit in _parameter_groups(module)]
+        return self._replicas == 1 and not any(size > 1 for size in sizes)
 
     def _can_keep_unsharded(self) -> bool:
         """Return whether unsharded gradients fit in memory while micro-batches accumulate.
@@ -201,6 +216,8 @@ class ShardedGradients:
         """Prepare for a forward pass without gradients, as gradient caching runs first."""
         self._save_sequence()
         self._key = FORWARD
+        if self._experts is not None:
+            self._experts.start_pass()
 
     def after_forward(self) -> None:
         """Reshard all weights after that pass, so that every pass has the same sequence of collectives."""
@@ -234,6 +251,8 @@ class ShardedGradients:
         """Prepare for micro-batch `number` of `count`."""
         self._save_sequence()
         self._key = sends, last = self._kinds(count)[number]
+        if self._experts is not None:
+            self._experts.start_pass()
         self._model.set_requires_gradient_sync(sends)
         # Replicas of shards sum the accumulated gradients once a step.
         self._model.set_requires_all_reduce(last)
@@ -413,16 +432,19 @@ def _reset_group(unit: Any) -> None:
     unit._to_sharded()
 
 
-def shard_model(
+def shard_model(  # noqa: PLR0913 - who splits what, last
     model: nn.Module,
     setting: Setting,
     device: str,
     fill: FillTensor | None = None,
+    *,
     plan: TensorPlan | None = None,
+    experts: ExpertGroup | None = None,
 ) -> None:
     """Move a model to the device and shard it: unit by unit, then the rest.
 
-    With `plan`, the ranks of a tensor-parallel group first split the layers of each unit.
+    With `plan`, the ranks of a tensor-parallel group first split the layers of each unit. With `experts`,
+    each rank keeps its experts of a unit, which are sharded over the ranks with the same experts.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -441,10 +463,14 @@ def shard_model(
     is_offloaded = Offload.PARAMS in setting.offload
     offload = CPUOffloadPolicy(pin_memory=device != "cpu") if is_offloaded else OffloadPolicy()
 
-    def placement(parameter: nn.Parameter) -> Any:
-        local = getattr(parameter, "_local_tensor", parameter)
-        return choose_shard_placement(local.shape, setting.mesh.shards)
+    def shard(module: nn.Module, mesh: Any, shards: int) -> None:
+        def placement(parameter: nn.Parameter) -> Any:
+            local = getattr(parameter, "_local_tensor", parameter)
+            return choose_shard_placement(local.shape, shards)
 
+        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload)
+
+    expert_modules = set() if experts is None else {id(model.get_submodule(name)) for name in experts.layers}
     moved_tensors: MovedTensors = {}
     for unit in (*find_shard_units(model), model):
         move_module(unit, device, moved_tensors, fill)
@@ -453,7 +479,13 @@ def shard_model(
             splitter.release()
             # The parameters from before the split are not needed any more.
             moved_tensors.clear()
-        fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload)
+        for module in unit.modules():
+            if experts is not None and id(module) in expert_modules:
+                split_experts(module, experts)
+                moved_tensors.clear()
+                shard(module, experts.shard_mesh, setting.mesh.shards // setting.mesh.ep)
+                expert_modules.remove(id(module))
+        shard(unit, mesh, setting.mesh.shards)
         moved_tensors.clear()
 
 

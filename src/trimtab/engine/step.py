@@ -19,6 +19,8 @@ from trimtab.engine.build import EntryPoints, build_model, find_entries, make_ba
 from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.compile import CompileSwitch
 from trimtab.engine.context_parallel import arrange_context, check_calls, refuse_context
+from trimtab.engine.expert_parallel import arrange_experts
+from trimtab.engine.expert_rules import refuse_expert_split
 from trimtab.engine.float8 import convert_linear_layers
 from trimtab.engine.fsdp import move_module, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
@@ -40,7 +42,7 @@ from trimtab.engine.tensor_rules import refuse_tensor_split
 from trimtab.engine.update_phases import GradientSwitch, UpdatePhase, group_by_loss, list_parameters
 from trimtab.engine.weight_gradients import flush_weight_gradients
 from trimtab.errors import JobFailed, WrongUse
-from trimtab.jobs.job import list_whole_model_members, loss_function
+from trimtab.jobs.job import list_expert_modules, list_whole_model_members, loss_function
 from trimtab.spec import Offload
 from trimtab.strategies import STRATEGIES, strategy_of
 from trimtab.strategies.base import Wrapping
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
     from trimtab.engine.activation_offload import ActivationOffload
     from trimtab.engine.context_parallel import ContextGroup
+    from trimtab.engine.expert_parallel import ExpertGroup
     from trimtab.engine.fsdp import FillTensor
     from trimtab.engine.optimizer import NamedOptimizer
     from trimtab.engine.sync_norm import SharedStatistics
@@ -93,6 +96,8 @@ class ArrangedModel:
     """Ranks that split sequences with this one; None if sequences are whole."""
     tensor_plan: TensorPlan | None = None
     """How ranks split layers between them; None without tensor parallelism."""
+    experts: ExpertGroup | None = None
+    """Ranks that hold other experts; None without expert parallelism."""
     stage_note: str = ""
     """What the balance of pipeline stages is based on, if their time could not be counted."""
 
@@ -157,6 +162,7 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
         ),
         install_stage=None if stage is None else install_stage,
         follow=make_meta_loss(job, setting),
+        expert_modules=list_expert_modules(job),
     )
     compiling = None
     if setting.compile:
@@ -200,6 +206,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None = None,
     mid_backward: Callable[[], None] | None = None,
     follow: Callable[[nn.Module], Any] | None = None,
+    expert_modules: Sequence[str] = (),
 ) -> ArrangedModel:
     """Cast, recompute, stage and shard a model; make its optimizers and gradient storage.
 
@@ -216,10 +223,9 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
             in that group; by default all ranks sum all parameters.
         mid_backward: called whenever a gradient arrives.
         follow: computes the loss of a batch on the meta device, to split layers or balance stages.
+        expert_modules: names of the modules of experts; without them, they are found by their form.
     """
-    refuse_state_offload(setting)
-    _refuse_eager_budget(setting)
-    refuse_tensor_split(setting)
+    _refuse_combinations(setting)
     strategy = strategy_of(setting)
     if strategy.wrapping not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
@@ -232,6 +238,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     convert_linear_layers(model, setting.dtypes, device)
     apply_loss_form(model, setting.loss)
     tensor_plan = find_tensor_plan(model, setting.mesh.tp, follow) if setting.mesh.tp > 1 else None
+    experts = arrange_experts(model, setting, device, expert_modules)
     recomputed = enable_recompute(model, setting.recompute)
     entries = entries or EntryPoints()
     offload = None
@@ -244,14 +251,9 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     if equalise is not None and not sharded:
         equalise(model)
     if sharded:
-        shard_model(model, setting, device, fill, tensor_plan)
+        shard_model(model, setting, device, fill, plan=tensor_plan, experts=experts)
         register_entries(model, entries)
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not named:
-        raise JobFailed(
-            "model()", found="none of its parameters is trainable", cure="Leave some parameters unfrozen."
-        )
-    built = optimizers(named)
+    built = optimizers(named := _list_trainable(model))
     if sharded:
         for optimizer in built:
             use_foreach_for_shards(optimizer.optimizer)
@@ -268,6 +270,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
             reduced=reduced,
             mid_backward=mid_backward,
             statistics=context or statistics,
+            experts=experts,
         ),
         recomputed=tuple(recomputed),
         entries=entries,
@@ -275,6 +278,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         offload=offload,
         context=context,
         tensor_plan=tensor_plan,
+        experts=experts,
         stage_note=split.note,
     )
 
@@ -292,6 +296,16 @@ def find_stage_split(
     return split
 
 
+def _list_trainable(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the trainable parameters with their names; raise if there are none."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise JobFailed(
+            "model()", found="none of its parameters is trainable", cure="Leave some parameters unfrozen."
+        )
+    return named
+
+
 def make_meta_loss(job: Any, setting: Setting) -> Callable[[nn.Module], Any] | None:
     """Return a function that computes the loss of one micro-batch on the meta device; None without a job."""
     if job is None:
@@ -307,6 +321,14 @@ def make_meta_loss(job: Any, setting: Setting) -> Callable[[nn.Module], Any] | N
             return loss_function(job)(model, batch)
 
     return compute_meta_loss
+
+
+def _refuse_combinations(setting: Setting) -> None:
+    """Raise if parts of a setting do not go together."""
+    refuse_state_offload(setting)
+    _refuse_eager_budget(setting)
+    refuse_tensor_split(setting)
+    refuse_expert_split(setting)
 
 
 def _refuse_eager_budget(setting: Setting) -> None:
@@ -360,6 +382,7 @@ def _make_phases(  # noqa: PLR0913 - state of arrange_model()
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
     statistics: SharedStatistics | ContextGroup | None,
+    experts: ExpertGroup | None,
 ) -> list[UpdatePhase]:
     """Return a phase for each loss of the optimizers, with the gradient storage of its parameters."""
     groups = group_by_loss(optimizers)
@@ -373,7 +396,9 @@ def _make_phases(  # noqa: PLR0913 - state of arrange_model()
     for group in groups:
         own = list_parameters(group) if switch.is_used else parameters
         beside = phases[0].gradients if phases else None
-        gradients = _make_gradients(model, setting, device, own, reduced, mid_backward, statistics, beside)
+        gradients = _make_gradients(
+            model, setting, device, own, reduced, mid_backward, statistics, experts, beside
+        )
         if setting.optimizer_in_backward:
             gradients = InBackwardGradients(own, group)
         if isinstance(gradients, HostGradients):
@@ -411,6 +436,7 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
     statistics: SharedStatistics | ContextGroup | None,
+    experts: ExpertGroup | None,
     beside: Any,
 ) -> Gradients:
     """Return the gradient storage: sharded, in buckets that ranks sum, or as autograd makes them."""
@@ -424,6 +450,7 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
             tensor_parallel=setting.mesh.tp,
             mid_backward=mid_backward,
             statistics=statistics,
+            experts=experts,
             parameters=parameters,
             beside=beside,
             device=device,

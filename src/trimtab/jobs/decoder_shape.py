@@ -30,8 +30,6 @@ UNGATED = frozenset(
     )
 )
 """Model types of transformers whose feed-forward part has no gate."""
-LATENT = ("kv_lora_rank",)
-"""Keys of models whose keys and values are compressed: their attention has other products."""
 
 
 def read_decoder_shape(job: str) -> tuple[DecoderShape, int | None]:
@@ -68,18 +66,11 @@ def make_decoder_shape(config: Mapping[str, Any], name: str) -> DecoderShape:
             found=f"it does not state the number of {', '.join(missing)}",
             cure="Give the config.json of a decoder, such as Llama, Qwen or Mixtral.",
         )
-    latent = [key for key in LATENT if config.get(key)]
-    if latent:
-        raise WrongUse(
-            name,
-            found=f"its attention is compressed ({latent[0]}), and layouts know plain and grouped heads only",
-            cure="Use `trimtab estimate` for a setting of your choice.",
-        )
     experts = sizes.experts or 0
     inner = sizes.expert_intermediate if experts and sizes.expert_intermediate else sizes.intermediate
-    shared = config.get("n_shared_experts")
     heads = sizes.heads or 1
-    return DecoderShape(
+    dense = _read_count(config, "first_k_dense_replace") if experts and sizes.expert_intermediate else 0
+    shape = DecoderShape(
         layers=sizes.layers or 1,
         width=sizes.hidden or 1,
         heads=heads,
@@ -91,8 +82,40 @@ def make_decoder_shape(config: Mapping[str, Any], name: str) -> DecoderShape:
         tied=bool(config.get("tie_word_embeddings", config.get("model_type") in UNGATED)),
         experts=experts,
         experts_per_token=(sizes.experts_per_token or 1) if experts else 0,
-        shared_experts=shared if experts and isinstance(shared, int) else 0,
+        shared_experts=_read_count(config, "n_shared_experts") if experts else 0,
+        dense_layers=min(dense, sizes.layers or 1) if sizes.intermediate else 0,
+        dense_feed_forward=(sizes.intermediate or 0) if dense else 0,
     )
+    return _add_compression(shape, config, name)
+
+
+def _add_compression(shape: DecoderShape, config: Mapping[str, Any], name: str) -> DecoderShape:
+    """Return the shape with the sizes of compressed attention where the config has them, as DeepSeek's do."""
+    rank = _read_count(config, "kv_lora_rank")
+    if not rank:
+        return shape
+    plain, rope = _read_count(config, "qk_nope_head_dim"), _read_count(config, "qk_rope_head_dim")
+    values = _read_count(config, "v_head_dim")
+    if not (plain and rope and values):
+        raise WrongUse(
+            name,
+            found="its attention is compressed (kv_lora_rank), and a size of its heads is missing",
+            cure="State qk_nope_head_dim, qk_rope_head_dim and v_head_dim in the config.json.",
+        )
+    return shape.replace(
+        key_value_heads=shape.heads,
+        head_size=plain + rope,
+        rope_size=rope,
+        value_size=values,
+        key_value_rank=rank,
+        query_rank=_read_count(config, "q_lora_rank"),
+    )
+
+
+def _read_count(config: Mapping[str, Any], key: str) -> int:
+    """Return a count in a config; 0 where it has none."""
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _find_longest(config: Mapping[str, Any]) -> int | None:

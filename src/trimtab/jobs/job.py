@@ -26,6 +26,10 @@ class Job:
     branches: ClassVar[dict[str, str]] = {}
     additive: bool | None = None
     """Whether the loss of a batch is the weighted mean of its parts' losses; None: trimtab finds out."""
+    expert_modules: ClassVar[tuple[str, ...]] = ()
+    """Names of modules whose experts may be on different ranks, with `*` for any part of a name. Each has
+    stacked weights, one slice for each expert, and forward(hidden, index, weights). Without names, trimtab
+    finds the experts of models of transformers."""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -74,6 +78,12 @@ WHOLE_MODEL_MEMBERS = ("optimizers", "after_step", "evaluate")
 def list_whole_model_members(job: Any) -> list[str]:
     """Return the members of a job that need ranks with the whole model, as in `after_step()`."""
     return [f"{member}()" for member in WHOLE_MODEL_MEMBERS if callable(getattr(job, member, None))]
+
+
+def list_expert_modules(job: Any) -> tuple[str, ...]:
+    """Return the names of a job's modules of experts; empty if it names none."""
+    names = getattr(job, "expert_modules", ())
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def has_longest(job: Any) -> bool:

@@ -78,9 +78,11 @@ class FrameworkRules:
     """Whether tensor parallelism splits the sequence between the split layers."""
     all_to_all: bool = False
     """Whether context parallelism exchanges heads for tokens (Ulysses) instead of passing blocks around."""
+    experts_span_tp: bool = True
+    """Whether ranks that split layers may hold different experts; in trimtab they do not."""
 
 
-TRIMTAB_RULES = FrameworkRules(uses_all_gpus=False, even_batches=False)
+TRIMTAB_RULES = FrameworkRules(uses_all_gpus=False, even_batches=False, experts_span_tp=False)
 """What trimtab's own plans require."""
 
 
@@ -521,30 +523,37 @@ def _check_bubble(degrees: Degrees, shape: ClusterShape, rules: FrameworkRules) 
 
 
 def _check_experts(
-    degrees: Degrees, sizes: ModelSizes, shape: ClusterShape, _: FrameworkRules
+    degrees: Degrees, sizes: ModelSizes, shape: ClusterShape, rules: FrameworkRules
 ) -> Iterator[DegreeFinding]:
     """Check experts against ep, and ep against the ranks that share them."""
     ep, given, experts = degrees.ep, degrees.spell("ep"), sizes.experts
     if ep == 1:
         return
     if experts == 0:
-        yield _warning(
-            "experts", given, "the model has no experts, so that it changes nothing", "Leave it out."
-        )
+        say = _warning if rules.experts_span_tp else _error
+        yield say("experts", given, "the model has no experts, so that it changes nothing", "Leave it out.")
         return
     if experts is not None and experts % ep:
         found = f"the model has {experts} experts a layer, which {ep} ranks cannot share evenly"
         yield _error("experts", given, found, suggest_nearest(ep, list_divisors(experts)))
     parallel = degrees.data_parallel(shape.gpus)
-    if parallel is None:
+    if parallel is None and degrees.dp_shard is None:
         return
-    shards = parallel // (degrees.dp_replicate or 1) if degrees.dp_shard is None else degrees.dp_shard
-    ranks = shards * degrees.cp * degrees.tp
+    shards = degrees.dp_shard or (parallel or 1) // (degrees.dp_replicate or 1)
+    if degrees.tp > 1 and not rules.experts_span_tp:
+        yield _error(
+            "ep-tp",
+            degrees.spell("tp", "ep"),
+            "trimtab does not run the two together",
+            "Leave one of them out.",
+        )
+    ranks = shards * degrees.cp * (degrees.tp if rules.experts_span_tp else 1)
+    axes = "dp_shard x cp x tp" if rules.experts_span_tp else "dp_shard x cp"
     if ranks % ep:
         yield _error(
             "ep-ranks",
             given,
-            f"experts share the {ranks} ranks of dp_shard x cp x tp, which {ep} does not divide",
+            f"experts share the {ranks} ranks of {axes}, which {ep} does not divide",
             suggest_nearest(ep, list_divisors(ranks, experts) if experts else list_divisors(ranks)),
         )
     elif shape.gpus_per_node and ep > shape.gpus_per_node:

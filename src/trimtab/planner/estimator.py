@@ -609,6 +609,7 @@ def _rate_key(setting: Setting, device: Device) -> str:
 def _peak_key(setting: Setting, device: Device) -> str:
     # A rank computes a part of every layer or sequence only, if others compute the rest.
     split = f"{setting.mesh.tp} {setting.mesh.cp} {setting.cp_method}"
+    split += f" {setting.mesh.ep} {setting.expert_imbalance}"
     return f"{device.kind} {_stored_key(setting)} {setting.loss} {split}"
 
 

@@ -243,12 +243,6 @@ def make_setting(layout: DecoderLayout) -> Setting:
     if layout.gpus == 1:
         strategy = Strategy.SINGLE
     degrees = {axis: degree for axis in AXES if (degree := getattr(layout, axis)) > 1}
-    if unknown := degrees.keys() - {*Mesh.__struct_fields__}:
-        raise WrongUse(
-            f"{unknown.pop()} in a plan",
-            found="trimtab ranks such layouts, and has no plan for them yet",
-            cure="Write another row with --row N, or pin ep=1.",
-        )
     return Setting(
         strategy=strategy,
         mesh=Mesh(dp_replicate=copies, dp_shard=shards, **degrees),

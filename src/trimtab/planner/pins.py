@@ -80,6 +80,7 @@ BUDGET_OF_ONE_DEVICE = (
     "recompute by a budget: compiled code is traced on one device, so only strategies whose ranks compute "
     "the whole model without shards"
 )
+EXPERTS_NOT_COMPILED = "trimtab does not compile experts on different ranks"
 CONTEXT_NOT_COMPILED = "trimtab does not compile attention over split sequences"
 NOT_COMPILED_OFFLOADED = (
     "compile with activations on the host: compiled code decides itself which activations it stores"
@@ -238,7 +239,7 @@ def check_pin(name: str, value: str, given: str) -> str | int | bool:
 def check_degree_pins(
     pins: Mapping[str, Any], sizes: ModelSizes, cluster: Cluster, global_batch: int | None = None
 ) -> list[DegreeFinding]:
-    """Return warnings about pinned degrees; raise if one is illegal, or cannot be planned yet.
+    """Return warnings about pinned degrees; raise if one is illegal.
 
     Nothing is traced: the sizes of the model and of the cluster decide.
     """
@@ -254,16 +255,6 @@ def check_degree_pins(
             given,
             found="; ".join(f"{finding.given}: {finding.found}" for finding in errors),
             cure=_join_cures(errors),
-        )
-    known = {*Mesh.__struct_fields__, *Setting.__struct_fields__}
-    unknown = [name for name, value in pinned.items() if value > 1 and name not in known]
-    if unknown:
-        beside = [f"{finding.given}: {finding.found}" for finding in findings]
-        names = " and ".join(f"{name} ({DEGREES[name]})" for name in unknown)
-        raise WrongUse(
-            given,
-            found="; ".join((f"trimtab cannot plan {names} yet; the degrees are legal", *beside)),
-            cure=f"Leave {' and '.join(unknown)} out, or check a config of your trainer with `trimtab show`.",
         )
     return findings
 
@@ -306,6 +297,10 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
     if pins.get("compile") and (pins.get("cp") or 1) > 1:
         wrong.append(
             (f"cp={pins['cp']} with compile=true: {CONTEXT_NOT_COMPILED}", "leave one of the two out")
+        )
+    if pins.get("compile") and (pins.get("ep") or 1) > 1:
+        wrong.append(
+            (f"ep={pins['ep']} with compile=true: {EXPERTS_NOT_COMPILED}", "leave one of the two out")
         )
     wrong += _check_in_backward(pins, workload) + _check_schedule(pins)
     return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)

@@ -16,6 +16,7 @@ from trimtab.planner.estimator_interface import Layout, available_bytes
 from trimtab.planner.pins import (
     BUDGET_OF_ONE_DEVICE,
     CONTEXT_NOT_COMPILED,
+    EXPERTS_NOT_COMPILED,
     IN_BACKWARD,
     NOT_COMPILED_OFFLOADED,
     NOT_COMPILED_SYNCHRONISED,
@@ -521,6 +522,8 @@ def _explain_not_compiled(strategy: Strategy, mesh: Mesh) -> str:
     """Return why a strategy or its mesh is not compiled; empty if it is."""
     if why := STRATEGIES[strategy].why_not_compiled:
         return f"{strategy} compiled: {why}"
+    if mesh.ep > 1:
+        return f"ep={mesh.ep} compiled: {EXPERTS_NOT_COMPILED}"
     return f"cp={mesh.cp} compiled: {CONTEXT_NOT_COMPILED}" if mesh.cp > 1 else ""
 
 
@@ -605,8 +608,8 @@ def _refuse_budget(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> s
 
 
 def _list_meshes(layout: Layout, branches: int, pins: Mapping[str, Any]) -> Iterator[tuple[Strategy, Mesh]]:
-    """Yield every strategy and mesh for the devices of a layout; layers and sequences are split by pin."""
-    inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp")}
+    """Yield every strategy and mesh for the devices of a layout; inner axes have the degrees of the pins."""
+    inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp", "ep")}
     per_node = {len(node.devices) for node in layout.cluster.nodes}
     # Nodes of different sizes count as one: no strategy can make groups of them.
     nodes = len(layout.cluster.nodes) if len(per_node) == 1 else 1

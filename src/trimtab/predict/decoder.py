@@ -13,14 +13,57 @@ projection one of 4096 x 8192 x 1024.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
-from trimtab.predict.op_time import FLASH
+from trimtab.predict.op_time import CUDNN
 from trimtab.spec import DecoderShape, Work
 from trimtab.spec.precision import DTYPE_BYTES
 
+FLASH = "flash-attention"
+STORED_KINDS = ("matrix", "attention")
+"""Kinds of operations whose results are stored where a block is recomputed in part."""
 ALIGNED = 16
 """Bytes to which matrices are aligned."""
+
+
+class BlockRecompute(StrEnum):
+    """What a block computes again in its backward pass."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """As torchtitan does it by operation: attention and every second product are stored, the rest is not."""
+    FULL = "full"
+    """All of it: a block stores only its input."""
+
+
+class Float8(StrEnum):
+    """Scales of linear layers in 8 bits."""
+
+    NONE = "none"
+    TENSOR = "tensorwise"
+    ROW = "rowwise"
+    FUSED = "fused"
+    """Casts are part of the kernels before them, with scales of earlier steps or of small blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockKernels:
+    """Kernels of the trainer's code, where trainers differ."""
+
+    fused: bool = True
+    """Whether norms, rotary positions and the gate are one kernel each; else float32 copies are made."""
+    attention: str = CUDNN
+    """Operation of the attention kernel: `CUDNN`, or `FLASH` of a stated rate."""
+    fused_loss: bool = True
+    """Whether the loss makes no copy of its scores in float32."""
+    float8: Float8 = Float8.NONE
+    stops_early: bool = False
+    """Whether recomputation of a block ends before its last product, whose result nobody needs: torch's
+    checkpoint without re-entrance does."""
+
+
+FUSED_KERNELS = BlockKernels()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +75,14 @@ class RankShare:
     tp: int = 1
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks also split the tokens outside of matrix products."""
+    overlaps_tp: bool = False
+    """Whether products run on the parts of their input that were gathered, while others are on their way."""
     cp: int = 1
+    balanced: bool = True
+    """Whether context-parallel ranks have equal parts of the scores; else the last has those of all parts."""
     ep: int = 1
     dtype: str = "bfloat16"
+    kernels: BlockKernels = FUSED_KERNELS
 
     @property
     def tokens(self) -> int:
@@ -57,14 +105,14 @@ class BlockPass(NamedTuple):
 class _Operations:
     """Make operations for one dtype."""
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-        self.bytes = DTYPE_BYTES[dtype]
+    def __init__(self, dtype: str, name: str = "aten::mm") -> None:
+        self.dtype, self.name = dtype, name
+        self.bytes = DTYPE_BYTES.get(dtype, 1)
 
     def product(self, rows: int, columns: int, inner: int, *, biased: bool = False) -> Work:
         """Return a product of (rows, inner) with (inner, columns)."""
         return Work(
-            op="aten::addmm" if biased else "aten::mm",
+            op="aten::addmm" if biased else self.name,
             kind="matrix",
             dtype=self.dtype,
             flops=2 * rows * columns * inner,
@@ -97,12 +145,55 @@ class _Operations:
         )
 
 
-def list_linear(rows: int, columns: int, inner: int, make: _Operations, *, biased: bool = False) -> BlockPass:
+def list_linear(  # noqa: PLR0913 - sizes
+    rows: int,
+    columns: int,
+    inner: int,
+    make: _Operations,
+    *,
+    biased: bool = False,
+    float8: Float8 = Float8.NONE,
+) -> BlockPass:
     """Return a linear layer: backward, a product for the input's gradient and one for the weight's."""
+    if float8 is not Float8.NONE:
+        return _list_float8_linear(rows, columns, inner, make, float8)
     backward = [make.product(rows, inner, columns), make.product(columns, inner, rows)]
     if biased:
         backward.append(make.pointwise("aten::sum", rows * columns, columns, columns, kind="reduction"))
     return BlockPass((make.product(rows, columns, inner, biased=biased),), tuple(backward))
+
+
+def _list_float8_linear(rows: int, columns: int, inner: int, make: _Operations, scales: Float8) -> BlockPass:
+    """Return a linear layer in 8 bits, with the kernels that scale and cast its inputs (torchao, compiled).
+
+    A scale of a whole tensor needs its maximum first, so its numbers are read twice. Scales of rows need one
+    pass, but every product needs them along its own inner axis, so each tensor is cast twice. Fused casts
+    write both orders of a tensor at once, and weights are cast once for all micro-batches.
+    """
+    small = _Operations("float8_e4m3fn", "aten::_scaled_mm" + " by row" * (scales is Float8.ROW))
+
+    def cast(count: int, last: int) -> list[Work]:
+        written = count // make.bytes
+        if scales is Float8.ROW:
+            return [make.pointwise("aten::_to_copy", count, written, last)]
+        most = make.pointwise("aten::amax", count, 1, last, kind="reduction")
+        return [most, make.pointwise("aten::_to_copy", count, written, last)]
+
+    if scales is Float8.FUSED:
+        inputs = make.pointwise("aten::_to_copy", rows * inner, rows * inner, inner)
+        gradients = make.pointwise("aten::_to_copy", rows * columns, rows * columns, columns)
+        products = small.product(rows, inner, columns), small.product(columns, inner, rows)
+        return BlockPass((inputs, small.product(rows, columns, inner)), (gradients, *products))
+    weight = cast(columns * inner, inner)
+    forward = [*cast(rows * inner, inner), *weight, small.product(rows, columns, inner)]
+    backward = [*cast(rows * columns, columns), small.product(rows, inner, columns)]
+    if scales is Float8.ROW:
+        backward += [*weight, *cast(rows * columns, columns), *cast(rows * inner, inner)]
+    else:
+        turned = [make.pointwise("aten::clone", rows * inner // 2, rows * inner // 2, inner)]
+        turned += [make.pointwise("aten::clone", rows * columns // 2, rows * columns // 2, columns)]
+        backward += turned
+    return BlockPass(tuple(forward), (*backward, small.product(columns, inner, rows)))
 
 
 def list_attention(shape: DecoderShape, share: RankShare) -> BlockPass:
@@ -111,56 +202,49 @@ def list_attention(shape: DecoderShape, share: RankShare) -> BlockPass:
     With the causal mask halves of the scores are computed, evenly over the context-parallel ranks.
     """
     make = _Operations(share.dtype)
-    heads, size = shape.heads // share.tp, shape.head_size
+    heads, size, values = shape.heads // share.tp, shape.head_size, shape.values
     batch = share.micro_batch
     queries, keys = share.sequence // share.cp, share.sequence // share.cp
     if shape.flash:
         works: list[list[Work]] = [[], []]
-        for number in range(share.cp):
-            causal = number == 0
-            # Of all other parts, half of the queries or half of the keys are before the mask.
-            scores = queries * keys / 2
-            for way, factor in ((0, 4), (1, 10)):
-                works[way].append(
-                    Work(
-                        op=FLASH + "_backward" * way,
-                        kind="attention",
-                        dtype=make.dtype,
-                        flops=int(factor * batch * heads * scores * size),
-                        read_bytes=(3 + 3 * way) * batch * heads * queries * size * make.bytes,
-                        write_bytes=(1 + 2 * way) * batch * heads * queries * size * make.bytes,
-                        dims=(
-                            batch,
-                            heads,
-                            queries,
-                            keys if causal else max(1, keys // 2),
-                            size,
-                            int(causal),
-                        ),
-                    )
+        # Forward, scores and values; backward, scores again, then gradients of all three and of scores.
+        for way, sizes in ((0, 2 * (size + values)), (1, 2 * (3 * size + 2 * values))):
+            for causal in (True, False)[: share.cp]:
+                # Of all other parts, half of the queries or half of the keys are before the mask.
+                scores = queries * keys / (2 if causal or share.balanced else 1)
+                work = Work(
+                    op=share.kernels.attention + "_backward" * way,
+                    kind="attention",
+                    dtype=make.dtype,
+                    flops=int(sizes * batch * heads * scores),
+                    read_bytes=(3 + 3 * way) * batch * heads * queries * size * make.bytes,
+                    write_bytes=(1 + 2 * way) * batch * heads * queries * size * make.bytes,
+                    dims=(batch, heads, queries, keys if causal else max(1, keys // 2), size, int(causal)),
                 )
+                works[way] += [work] * (1 if causal else share.cp - 1)
         # Results of the parts are put together in float32.
-        numbers = batch * heads * queries * size
-        merge = [make.pointwise("aten::add", 4 * numbers, 2 * numbers, size)] * (share.cp - 1)
+        numbers = batch * heads * queries * values
+        merge = [make.pointwise("aten::add", 4 * numbers, 2 * numbers, values)] * (share.cp - 1)
         return BlockPass((*works[0], *merge), (*works[1], *merge))
     count = batch * heads
     scores = count * queries * share.sequence
-    soft = make.pointwise("aten::_softmax", scores, scores, share.sequence, kind="reduction")
+    # Megatron-LM's kernels read only the half of the scores that the mask leaves.
+    soft = make.pointwise("aten::_softmax", scores // 2, scores, share.sequence, kind="reduction")
     soft_back = make.pointwise(
-        "aten::_softmax_backward_data", 2 * scores, scores, share.sequence, kind="reduction"
+        "aten::_softmax_backward_data", scores, scores, share.sequence, kind="reduction"
     )
     drop = [make.pointwise("aten::native_dropout", scores, scores * 3 // 2, share.sequence)] * shape.dropout
     drop_back = [
         make.pointwise("aten::native_dropout_backward", scores * 3 // 2, scores, share.sequence)
     ] * shape.dropout
     query = make.products(count, queries, share.sequence, size)
-    value = make.products(count, queries, size, share.sequence)
+    value = make.products(count, queries, values, share.sequence)
     copy = make.pointwise("aten::clone", count * queries * size, count * queries * size, size)
     return BlockPass(
         (copy, query, soft, *drop, value, copy),
         (
             copy,
-            make.products(count, share.sequence, size, queries),
+            make.products(count, share.sequence, values, queries),
             query,
             *drop_back,
             soft_back,
@@ -175,10 +259,49 @@ def list_norm(shape: DecoderShape, share: RankShare, make: _Operations) -> Block
     """Return a normalisation of hidden states."""
     numbers = share.own_tokens * shape.width
     kind, last = "reduction", shape.width
+    if share.kernels.fused or not shape.gated:
+        return BlockPass(
+            (make.pointwise("aten::native_layer_norm", numbers, numbers, last, kind=kind),),
+            (make.pointwise("aten::native_layer_norm_backward", 2 * numbers, numbers, last, kind=kind),),
+        )
+    # A mean of squares in float32, as written out: copy, square, mean, scale, copy back, times the weights.
+    plain = _Operations("float32")
+    copy = make.pointwise("aten::_to_copy", 2 * numbers, 2 * numbers, last)
+    square = plain.pointwise("aten::pow", numbers, numbers, last)
+    mean = plain.pointwise("aten::mean", numbers, share.own_tokens, last, kind=kind)
+    scale = plain.pointwise("aten::mul", numbers, numbers, last)
+    weigh = make.pointwise("aten::mul", numbers, numbers, last)
+    sums = plain.pointwise("aten::sum", numbers, share.own_tokens, last, kind=kind)
+    both = plain.pointwise("aten::mul", 2 * numbers, numbers, last)
     return BlockPass(
-        (make.pointwise("aten::native_layer_norm", numbers, numbers, last, kind=kind),),
-        (make.pointwise("aten::native_layer_norm_backward", 2 * numbers, numbers, last, kind=kind),),
+        (copy, square, mean, scale, copy, weigh),
+        (
+            weigh,
+            make.pointwise("aten::sum", numbers, last, last, kind=kind),
+            copy,
+            both,
+            sums,
+            both,
+            both,
+            copy,
+        ),
     )
+
+
+def list_rotation(shape: DecoderShape, share: RankShare, make: _Operations) -> BlockPass:
+    """Return the rotary positions of queries and keys."""
+    if not shape.rotary:
+        return BlockPass((), ())
+    size = shape.rope_size or shape.head_size
+    heads = (shape.heads + (1 if shape.key_value_rank else shape.key_value_heads)) // share.tp
+    numbers = share.tokens * heads * size
+    turn = make.pointwise("aten::mul", numbers, numbers, size)
+    if share.kernels.fused:
+        return BlockPass((turn,), (turn,))
+    plain = _Operations("float32")
+    copy = make.pointwise("aten::_to_copy", numbers * 3 // 2, numbers * 3 // 2, size)
+    works = (copy, plain.pointwise("aten::mul", numbers, numbers, size), copy)
+    return BlockPass(works, works)
 
 
 def list_residual(shape: DecoderShape, share: RankShare, make: _Operations) -> BlockPass:
@@ -187,24 +310,27 @@ def list_residual(shape: DecoderShape, share: RankShare, make: _Operations) -> B
     forward = [make.pointwise("aten::add", 2 * numbers, numbers, shape.width)]
     backward = [make.pointwise("aten::add", 2 * numbers, numbers, shape.width)]
     if shape.dropout:
-        forward.append(make.pointwise("aten::native_dropout", numbers, numbers * 3 // 2, shape.width))
+        # Bias, dropout and addition are one kernel, which also writes the mask.
+        forward = [make.pointwise("aten::native_dropout", 2 * numbers, numbers * 3 // 2, shape.width)]
         backward.append(
             make.pointwise("aten::native_dropout_backward", numbers * 3 // 2, numbers, shape.width)
         )
     return BlockPass(tuple(forward), tuple(backward))
 
 
-def list_feed_forward(shape: DecoderShape, share: RankShare, make: _Operations) -> BlockPass:
+def list_feed_forward(
+    shape: DecoderShape, share: RankShare, make: _Operations, *, dense: bool = False
+) -> BlockPass:
     """Return the feed-forward part of a rank: dense, or its experts with the tokens that they get."""
     width, inner = shape.width, shape.feed_forward
     wide = 2 if shape.gated else 1
     parts: list[BlockPass] = []
-    if not shape.experts:
-        parts += _list_dense(share.tokens, width, inner // share.tp, wide, make, biased=shape.biased)
+    if dense or not shape.experts:
+        hidden = (shape.dense_feed_forward if dense else inner) // share.tp
+        parts += _list_dense(shape, share, hidden, make)
     else:
         if shape.shared_experts:
-            hidden = shape.shared_experts * inner // share.tp
-            parts += _list_dense(share.tokens, width, hidden, wide, make, biased=False)
+            parts += _list_dense(shape, share, shape.shared_experts * inner // share.tp, make)
         parts.append(list_linear(share.own_tokens, shape.experts, width, make))
         experts = max(1, shape.experts // share.ep)
         rows = (
@@ -228,20 +354,29 @@ def list_feed_forward(shape: DecoderShape, share: RankShare, make: _Operations) 
     return _join(parts)
 
 
-def _list_dense(  # noqa: PLR0913 - sizes
-    rows: int, width: int, hidden: int, wide: int, make: _Operations, *, biased: bool
-) -> list[BlockPass]:
-    return [
-        list_linear(rows, wide * hidden, width, make, biased=biased),
-        BlockPass(
-            (make.pointwise("aten::gelu", wide * rows * hidden, rows * hidden, hidden),),
+def _list_dense(shape: DecoderShape, share: RankShare, hidden: int, make: _Operations) -> list[BlockPass]:
+    rows, width, wide = share.tokens, shape.width, 2 if shape.gated else 1
+    float8 = share.kernels.float8
+    if shape.gated and not share.kernels.fused:
+        multiply = make.pointwise("aten::mul", 2 * rows * hidden, rows * hidden, hidden)
+        activation = BlockPass(
+            (make.pointwise("aten::silu", rows * hidden, rows * hidden, hidden), multiply),
             (
-                make.pointwise(
-                    "aten::gelu_backward", (wide + 1) * rows * hidden, wide * rows * hidden, hidden
-                ),
+                multiply,
+                multiply,
+                make.pointwise("aten::silu_backward", 2 * rows * hidden, rows * hidden, hidden),
             ),
-        ),
-        list_linear(rows, width, hidden, make, biased=biased),
+        )
+    else:
+        moved = (wide + 1) * rows * hidden
+        activation = BlockPass(
+            (make.pointwise("aten::gelu", wide * rows * hidden, rows * hidden, hidden),),
+            (make.pointwise("aten::gelu_backward", moved, wide * rows * hidden, hidden),),
+        )
+    return [
+        list_linear(rows, wide * hidden, width, make, biased=shape.biased, float8=float8),
+        activation,
+        list_linear(rows, width, hidden, make, biased=shape.biased, float8=float8),
     ]
 
 
@@ -261,20 +396,48 @@ def _join(parts: list[BlockPass]) -> BlockPass:
     )
 
 
-def list_block(shape: DecoderShape, share: RankShare) -> BlockPass:
-    """Return the operations of one block on one rank."""
+def list_projections(shape: DecoderShape, share: RankShare, make: _Operations) -> BlockPass:
+    """Return the products that make queries, keys and values."""
+    float8 = share.kernels.float8
+    queries = shape.heads // share.tp * shape.head_size
+    if not shape.key_value_rank:
+        columns = queries + max(1, shape.key_value_heads // share.tp) * (shape.head_size + shape.values)
+        return list_linear(share.tokens, columns, shape.width, make, biased=shape.biased, float8=float8)
+    # Ranks compress the tokens that they have between blocks, and expand those of all for their own heads.
+    compressed = shape.key_value_rank + shape.rope_size
+    expanded = shape.expanded_columns // share.tp
+    parts = [list_linear(share.own_tokens, compressed, shape.width, make, float8=float8)]
+    if shape.query_rank:
+        parts.append(list_linear(share.own_tokens, shape.query_rank, shape.width, make, float8=float8))
+    parts.append(list_linear(share.tokens, queries, shape.query_rank or shape.width, make, float8=float8))
+    parts.append(list_linear(share.tokens, expanded, shape.key_value_rank, make, float8=float8))
+    # Keys are put together of their own part and of the part with positions.
+    keys = share.tokens * queries
+    copy = make.pointwise("aten::cat", keys, keys, shape.head_size)
+    return _join([*parts, BlockPass((copy, copy), (copy, copy))])
+
+
+def list_block(shape: DecoderShape, share: RankShare, *, dense: bool = False) -> BlockPass:
+    """Return the operations of one block on one rank; `dense`: of a first block without experts."""
     make = _Operations(share.dtype)
-    size = shape.head_size
-    query_columns = (shape.heads // share.tp + 2 * max(1, shape.key_value_heads // share.tp)) * size
+    outputs = shape.heads // share.tp * shape.values
     return _join(
         [
             list_norm(shape, share, make),
-            list_linear(share.tokens, query_columns, shape.width, make, biased=shape.biased),
+            list_projections(shape, share, make),
+            list_rotation(shape, share, make),
             list_attention(shape, share),
-            list_linear(share.tokens, shape.width, shape.heads // share.tp * size, make, biased=shape.biased),
+            list_linear(
+                share.tokens,
+                shape.width,
+                outputs,
+                make,
+                biased=shape.biased,
+                float8=share.kernels.float8,
+            ),
             list_residual(shape, share, make),
             list_norm(shape, share, make),
-            list_feed_forward(shape, share, make),
+            list_feed_forward(shape, share, make, dense=dense),
             list_residual(shape, share, make),
         ]
     )
@@ -317,7 +480,13 @@ def list_head(shape: DecoderShape, share: RankShare) -> BlockPass:
     )
 
 
-def count_stored(shape: DecoderShape, share: RankShare, *, full_recompute: bool) -> int:
+def count_stored(
+    shape: DecoderShape,
+    share: RankShare,
+    *,
+    recompute: BlockRecompute = BlockRecompute.NONE,
+    dense: bool = False,
+) -> int:
     """Return the numbers that a block stores for its backward pass on one rank.
 
     Without recomputation: the input and the result of both norms, queries, keys and values, the result of
@@ -325,18 +494,41 @@ def count_stored(shape: DecoderShape, share: RankShare, *, full_recompute: bool)
     kernels, which store no copies in float32; eager code stores more.
     """
     hidden = share.own_tokens * shape.width
-    if full_recompute:
+    if recompute is BlockRecompute.FULL:
         return hidden
-    heads = shape.heads + 2 * max(shape.key_value_heads, share.tp)
-    attention = share.tokens * (heads + shape.heads) * shape.head_size // share.tp
+    rows, inner = share.tokens, shape.dense_feed_forward if dense else shape.feed_forward
+    queries, outputs = (shape.heads * size // share.tp for size in (shape.head_size, shape.values))
+    groups = max(shape.key_value_heads // share.tp, 1)
+    if recompute is BlockRecompute.SELECTIVE:
+        # The input, queries, values, the result of attention, the gate and the result of the block.
+        return 2 * hidden + rows * (queries + groups * shape.values + outputs + inner // share.tp)
+    attention = rows * (queries + groups * (shape.head_size + shape.values) + outputs)
+    if shape.key_value_rank:
+        attention += 2 * share.own_tokens * (shape.query_rank + shape.key_value_rank)
     if not shape.flash:
         scores = share.micro_batch * shape.heads // share.tp * share.sequence**2 // share.cp
         attention += scores * (5 if shape.dropout else 2) // 2
     wide = 3 if shape.gated else 2
-    rows, inner = share.tokens, shape.feed_forward
-    if not shape.experts:
+    if not share.kernels.fused and shape.gated:
+        # The activated gate, beside the gate; both norms keep copies in float32 and the scaled input.
+        wide, hidden = wide + 1, 2 * hidden
+    if dense or not shape.experts:
         return 4 * hidden + attention + rows * wide * inner // share.tp
     shared = rows * wide * shape.shared_experts * inner // share.tp
     sent = share.own_tokens * shape.experts_per_token
-    chosen = sent * (wide * inner + 2 * shape.width)
+    chosen = sent * (wide * inner + shape.width)
     return 4 * hidden + attention + shared + chosen
+
+
+def list_again(block: BlockPass, recompute: BlockRecompute, kernels: BlockKernels) -> tuple[Work, ...]:
+    """Return the operations that run a second time before the backward pass of a block."""
+    if recompute is BlockRecompute.NONE:
+        return ()
+    places = [number for number, work in enumerate(block.forward) if work.kind == "matrix"]
+    if recompute is BlockRecompute.FULL:
+        # Layers in 8 bits store their inputs after their product.
+        ends = kernels.stops_early and kernels.float8 is Float8.NONE
+        return block.forward[: places[-1]] if ends else block.forward
+    # Keys, the output projection and one of both products up; they cost as much as every second product here.
+    again = {*places[1::2], *(n for n, work in enumerate(block.forward) if work.kind not in STORED_KINDS)}
+    return tuple(work for number, work in enumerate(block.forward) if number in again)

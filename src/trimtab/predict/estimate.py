@@ -66,6 +66,10 @@ CONTEXT_NOTES = {
     "measured",
 }
 """What the time of attention over split sequences takes for granted."""
+EXPERT_NOTE = (
+    "time: nothing hides the exchange of tokens between experts on different GPUs; it was never measured "
+    "between GPUs"
+)
 TENSOR_NOTE = (
     "time: what the Python of DTensor costs the host is not counted; with short blocks a step takes up to "
     "three times as long"
@@ -307,6 +311,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     notes += [CALLS_NOT_MEASURED] * setting.optimizer_in_backward
     notes += strategy_of(setting).time_assumptions
     notes += [TENSOR_NOTE] * (setting.mesh.tp > 1)
+    notes += [EXPERT_NOTE] * (setting.mesh.ep > 1)
     if setting.mesh.cp > 1:
         notes.append(CONTEXT_NOTES[setting.cp_method])
     if not alone and cluster is not None:

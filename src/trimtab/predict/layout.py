@@ -10,6 +10,7 @@ and DeepSeek shapes on 8 B200 (MooreThreads/SimuMax), see docs/layouts.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -17,9 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.tables import collectives
 from trimtab.predict.decoder import (
+    FLASH,
+    FUSED_KERNELS,
+    BlockKernels,
     BlockPass,
+    BlockRecompute,
+    Float8,
     RankShare,
     count_stored,
+    list_again,
     list_attention,
     list_block,
     list_embedding,
@@ -39,9 +46,14 @@ STATE_BYTES = 8
 """Of AdamW in float32, for each weight."""
 MASTER_BYTES = 4
 """Of the copy of each weight in float32."""
-LOGIT_BYTES = 8
-"""Of each score of the vocabulary: in 16 bits, in float32 for the loss, and its gradient in 16 bits."""
+LOGIT_BYTES, EAGER_LOGIT_BYTES = 4, 10
+"""Of each score of the vocabulary: with a fused loss, the score and its gradient in 16 bits; else also a
+copy, its logarithm and the gradient of that in float32."""
+BLEND = 4
+"""Power of the mean between device and host; a large one is their maximum."""
 TENSORS_PER_BLOCK = 9
+FLASH_RAMP = 400
+"""Keys at which FlashAttention reaches half of its rate: the form of its authors' curves on an A100."""
 
 
 class Sharding(StrEnum):
@@ -65,7 +77,11 @@ class DecoderLayout:
     sequence: int
     tp: int = 1
     sequence_parallel: bool = True
+    overlaps_tp: bool = False
+    """Whether collectives of tensor parallelism run in parts, behind the products that need them."""
     cp: int = 1
+    balanced: bool = True
+    """Whether context-parallel ranks have equal parts of the attention scores."""
     pp: int = 1
     virtual_stages: int = 1
     """Parts of the model on each stage; more than 1: interleaved 1F1B."""
@@ -76,8 +92,15 @@ class DecoderLayout:
     sharding: Sharding = Sharding.WEIGHTS
     overlaps_data: bool = True
     """Whether gradients are summed while the backward pass runs."""
+    overlaps_gather: bool = True
+    """Whether weights that other ranks updated are gathered while the next forward pass runs."""
     full_recompute: bool = False
     """Whether each block stores only its input."""
+    selective_recompute: bool = False
+    """Whether each block stores attention and every second product (torchtitan's way by operation)."""
+    keeps_gathered: bool = False
+    """Whether gathered weights stay until the backward pass (ZeRO-2), instead of being gathered again."""
+    kernels: BlockKernels = FUSED_KERNELS
     dtype: str = "bfloat16"
     gradients: str = "float32"
 
@@ -99,10 +122,20 @@ class DecoderLayout:
             sequence=self.sequence,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel and self.tp > 1,
+            overlaps_tp=self.overlaps_tp,
             cp=self.cp,
+            balanced=self.balanced,
             ep=self.ep,
             dtype=self.dtype,
+            kernels=self.kernels,
         )
+
+    @property
+    def recompute(self) -> BlockRecompute:
+        """Return what blocks compute again."""
+        if self.full_recompute:
+            return BlockRecompute.FULL
+        return BlockRecompute.SELECTIVE if self.selective_recompute else BlockRecompute.NONE
 
     @property
     def shards(self) -> int:
@@ -121,8 +154,12 @@ class PassTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Return the time of the pass: the device with its collectives, or the host if that is slower."""
-        return max(self.device_s + self.exchange_s, self.host_s)
+        """Return the time of the pass: the device with its collectives, or the host if that is slower.
+
+        Where both take as long, some operations wait for the host and others for the device: 19 % more.
+        """
+        device = self.device_s + self.exchange_s
+        return float((device**BLEND + self.host_s**BLEND) ** (1 / BLEND))
 
     def plus(self, other: PassTime, count: int = 1) -> PassTime:
         """Return the time of this pass and of `count` equal others after it."""
@@ -173,24 +210,51 @@ class LayoutMemory(NamedTuple):
 class LayoutEstimator:
     """Estimates layouts of one decoder on one kind of device."""
 
-    def __init__(self, shape: DecoderShape, pace: Pace, host: HostCosts, links: LinkCosts) -> None:
+    def __init__(  # noqa: PLR0913 - what a prediction is made of
+        self,
+        shape: DecoderShape,
+        pace: Pace,
+        host: HostCosts,
+        links: LinkCosts,
+        *,
+        product_rate: float = 1.0,
+        flash_flops: float | None = None,
+    ) -> None:
+        """Estimate with the rate of products over the predicted one, and the rate of FlashAttention."""
         self.shape, self.pace, self.host, self.links = shape, pace, host, links
+        self.product_rate, self.flash_flops = product_rate, flash_flops
         self._block_s = lru_cache(maxsize=None)(self._time_block)
         self._ends_s = lru_cache(maxsize=None)(self._time_ends)
         self._update_s = lru_cache(maxsize=None)(self._time_update)
+        self._kinds = lru_cache(maxsize=None)(self._list_kinds)
 
     # memory
 
     def count_weights(self, layout: DecoderLayout, stage: int) -> tuple[int, int, int]:
         """Return the weights of a rank before data-parallel sharding: dense ones, experts, and tables."""
         shape = self.shape
-        blocks = self.count_layers(layout, stage)
+        plain, blocks = self.count_kinds(layout, stage)
         shared = shape.shared_experts * shape.expert_weights if shape.experts else shape.expert_weights
-        dense = blocks * (shape.attention_weights + shared) // layout.tp
+        dense = (plain + blocks) * (shape.attention_weights // layout.tp + shape.compressing_weights)
+        dense += (blocks * shared + plain * shape.dense_weights) // layout.tp
         experts = blocks * shape.experts * shape.expert_weights
         experts //= layout.ep if layout.ep > 1 else layout.tp
         ends = (stage == 0) + (stage == layout.pp - 1 and not (shape.tied and layout.pp == 1))
         return dense, experts, ends * shape.table_weights // layout.tp
+
+    def count_kinds(self, layout: DecoderLayout, stage: int) -> tuple[int, int]:
+        """Return the first blocks without experts of a stage, and its other blocks."""
+        return self._kinds(layout.pp)[stage]
+
+    def _list_kinds(self, stages: int) -> list[tuple[int, int]]:
+        kinds, before = [], 0
+        each, more = divmod(self.shape.layers, stages)
+        for stage in range(stages):
+            own = each + (1 <= stage <= more if more < stages - 1 else stage < more)
+            plain = min(own, max(0, self.shape.dense_layers - before))
+            kinds.append((plain, own - plain))
+            before += own
+        return kinds
 
     def count_layers(self, layout: DecoderLayout, stage: int) -> int:
         """Return the layers of a stage.
@@ -198,8 +262,7 @@ class LayoutEstimator:
         Where they do not divide, stages in the middle have one more, because the first has the embedding and
         the last the head: 126 layers on 16 stages are 7 on the first and the last, and 8 on the others.
         """
-        each, more = divmod(self.shape.layers, layout.pp)
-        return each + (1 <= stage <= more if more < layout.pp - 1 else stage < more)
+        return sum(self.count_kinds(layout, stage))
 
     def estimate_memory(self, layout: DecoderLayout) -> LayoutMemory:
         """Return the memory of the fullest rank, as torch allocates it."""
@@ -216,22 +279,29 @@ class LayoutEstimator:
         sharded = own // layout.shards + experts // expert_shards
         share = layout.share
         hidden = share.tokens * self.shape.width * width
+        ends = (stage == 0) + (stage == layout.pp - 1)
+        # Backward, the gradients of both halves of the feed-forward part are there beside what was stored.
+        wide = (2 if self.shape.gated else 1) * self.shape.feed_forward // layout.tp
+        inner = share.tokens * wide * width if not self.shape.experts else 0
         block = (own - tables + experts) // max(1, self.count_layers(layout, stage))
         if layout.sharding is Sharding.WEIGHTS:
             weights, gradients = MASTER_BYTES * sharded, MASTER_BYTES * sharded
             optimizer = STATE_BYTES * sharded
             # The block that runs and the next one are gathered; one has its gradients whole.
-            working = block * (2 * width + width + sums) + 2 * hidden
+            working = block * (2 * width + width + sums) + 2 * hidden + inner
             if layout.pp > 1:
                 # Weights stay gathered between micro-batches; gradients are summed before they are shared.
-                working = (own + experts) * (width + sums) + 2 * hidden
+                working = (own + experts) * (width + sums) + 2 * hidden + inner
         else:
             weights, gradients = width * (own + experts), sums * (own + experts)
             optimizer = (MASTER_BYTES + STATE_BYTES) * sharded
-            working = 2 * hidden
-        layers = self.count_layers(layout, stage)
-        stored = count_stored(self.shape, share, full_recompute=layout.full_recompute) * width
-        again = count_stored(self.shape, share, full_recompute=False) * width * layout.full_recompute
+            # The gradient of a table is made whole before it is added to those of earlier micro-batches.
+            working = 2 * hidden + inner + tables // max(1, ends) * (width + sums)
+        plain, blocks = self.count_kinds(layout, stage)
+        stored = blocks * count_stored(self.shape, share, recompute=layout.recompute)
+        if plain:
+            stored += plain * count_stored(self.shape, share, recompute=layout.recompute, dense=True)
+        again = count_stored(self.shape, share) * width if layout.recompute is not BlockRecompute.NONE else 0
         in_flight = self.count_held(layout, stage)
         is_last = stage == layout.pp - 1
         scores = share.tokens * -(-self.shape.vocabulary // layout.tp) if is_last else 0
@@ -239,8 +309,8 @@ class LayoutEstimator:
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=int(in_flight * layers * stored) + again,
-            logits=LOGIT_BYTES * scores,
+            activations=int(in_flight * stored * width) + again,
+            logits=(LOGIT_BYTES if share.kernels.fused_loss else EAGER_LOGIT_BYTES) * scores,
             working=working,
             stage=stage,
         )
@@ -258,37 +328,54 @@ class LayoutEstimator:
 
     def _device_s(self, works: tuple[Work, ...]) -> float:
         """Return the seconds of the device; products that fill it lower its clock (h200.toml, throttled)."""
-        facts, seconds = self.host.step, self.pace.seconds
-        busy = sum(seconds(work) + facts.gap_s for work in works)
-        products = sum(seconds(work) for work in works if work.kind in ARITHMETIC_KINDS)
+        # A ring of context parallelism repeats the same operation, so each is timed once.
+        facts, keys = self.host.step, list(map(id, works))
+        unique, counts = dict(zip(keys, works, strict=True)), Counter(keys)
+        seconds = {key: counts[key] * self._work_s(work) for key, work in unique.items()}
+        busy = sum(seconds.values()) + facts.gap_s * len(works)
+        products = sum(seconds[key] for key, work in unique.items() if work.kind in ARITHMETIC_KINDS)
         begin, full = facts.throttles_from, facts.throttles_at
         filled = min(1.0, max(0.0, (products / busy - begin) / (full - begin))) if busy else 0.0
         return busy + products * facts.throttled * filled
 
-    def _pass_s(self, passed: BlockPass, *, recompute: bool) -> tuple[float, float]:
+    def _work_s(self, work: Work) -> float:
+        """Return the seconds of an operation; the rate of FlashAttention grows with the sequence."""
+        if work.op.startswith(FLASH) and self.flash_flops is not None:
+            keys = work.dims[3]
+            return work.flops / self.flash_flops * (keys + FLASH_RAMP) / keys
+        return self.pace.seconds(work) / (self.product_rate if work.kind == "matrix" else 1.0)
+
+    def _pass_s(self, passed: BlockPass, again: tuple[Work, ...] = ()) -> tuple[float, float]:
         """Return the seconds of device and host for a forward and a backward pass."""
-        forward, backward = self._device_s(passed.forward), self._device_s(passed.backward)
-        launch = self.host.forward_s * len(passed.forward)
-        behind = self.host.backward_s * len(passed.backward)
-        return forward * (1 + recompute) + backward, launch * (1 + recompute) + behind
+        device = sum(map(self._device_s, (passed.forward, again, passed.backward)))
+        launch = self.host.forward_s * (len(passed.forward) + len(again))
+        return device, launch + self.host.backward_s * len(passed.backward)
 
-    def _time_block(self, share: RankShare, *, recompute: bool) -> PassTime:
-        device, host = self._pass_s(list_block(self.shape, share), recompute=recompute)
-        calls = sum(_count_exchanges(share, recompute=recompute)) * self.host.forward_s
-        return PassTime(device, host + calls, self._exchange_s(share, recompute=recompute))
+    def _time_block(self, share: RankShare, recompute: BlockRecompute, *, dense: bool = False) -> PassTime:
+        block = list_block(self.shape, share, dense=dense)
+        device, host = self._pass_s(block, list_again(block, recompute, share.kernels))
+        # A block that is recomputed in part has stored the results of its collectives.
+        repeats = recompute is BlockRecompute.FULL
+        calls = sum(_count_exchanges(share, recompute=repeats)) * self.host.forward_s
+        return PassTime(device, host + calls, self._exchange_s(share, recompute=repeats, dense=dense))
 
-    def _exchange_s(self, share: RankShare, *, recompute: bool) -> float:
+    def _exchange_s(self, share: RankShare, *, recompute: bool, dense: bool = False) -> float:
         links, shape = self.links, self.shape
         width = DTYPE_BYTES[share.dtype]
         size = share.tokens * shape.width * width
         reduces, gathers, scatters = _count_exchanges(share, recompute=recompute)
         seconds = reduces * links.all_reduce_s(size, share.tp)
-        seconds += gathers * links.all_gather_s(size, share.tp)
+        # Inputs of products with one scale are cast before they are gathered.
+        gathered = size // width if share.kernels.float8 is Float8.TENSOR else size
+        seconds += gathers * links.all_gather_s(gathered, share.tp)
         seconds += scatters * links.reduce_scatter_s(size, share.tp)
+        if share.overlaps_tp:
+            # Only the first part of each is waited for.
+            seconds /= share.tp
         passes = 2 + recompute
         if share.cp > 1:
             seconds += self._ring_s(share, forwards=1 + recompute)
-        if shape.experts and share.ep > 1:
+        if shape.experts and share.ep > 1 and not dense:
             rows = share.own_tokens * shape.experts_per_token * shape.width * width
             seconds += 2 * passes * links.all_to_all_s(rows, share.ep, apart=share.tp)
         return seconds
@@ -301,7 +388,7 @@ class LayoutEstimator:
         """
         shape = self.shape
         heads = max(1, shape.key_value_heads // share.tp)
-        part = 2 * share.tokens * heads * shape.head_size * DTYPE_BYTES[share.dtype]
+        part = share.tokens * heads * (shape.head_size + shape.values) * DTYPE_BYTES[share.dtype]
         # Ranks of half the ring away are in another node where the ring leaves its node.
         farthest = share.tp * share.cp // 2
         attention = list_attention(shape, share)
@@ -317,18 +404,21 @@ class LayoutEstimator:
         size = share.tokens * self.shape.width * DTYPE_BYTES[share.dtype]
         summed = links.all_reduce_s(size, share.tp)
         losses = 3 * links.all_reduce_s(share.tokens * DTYPE_BYTES["float32"], share.tp)
-        first = self._pass_s(list_embedding(self.shape, share), recompute=False)
-        last = self._pass_s(list_head(self.shape, share), recompute=False)
+        first = self._pass_s(list_embedding(self.shape, share))
+        last = self._pass_s(list_head(self.shape, share))
         return PassTime(*first, summed), PassTime(*last, summed + losses)
 
     def time_stages(self, layout: DecoderLayout) -> list[PassTime]:
         """Return the time of a micro-batch on each stage."""
-        block = self._block_s(layout.share, recompute=layout.full_recompute)
+        block = self._block_s(layout.share, layout.recompute)
         first, last = self._ends_s(layout.share)
         nothing = PassTime(0.0, 0.0, 0.0)
         passes = []
         for stage in range(layout.pp):
-            time = nothing.plus(block, self.count_layers(layout, stage))
+            plain, blocks = self.count_kinds(layout, stage)
+            time = nothing.plus(block, blocks)
+            if plain:
+                time = time.plus(self._block_s(layout.share, layout.recompute, dense=True), plain)
             time = time.plus(first) if stage == 0 else time
             passes.append(time.plus(last) if stage == layout.pp - 1 else time)
         return passes
@@ -341,7 +431,8 @@ class LayoutEstimator:
         waiting = sum(each.total_s for each in passes) - slowest.total_s
         sent = 0.0
         if stages > 1:
-            size = layout.share.own_tokens * self.shape.width * DTYPE_BYTES[layout.dtype]
+            # Each tensor-parallel rank sends its part, also where all have the whole: Megatron-LM gathers it.
+            size = layout.share.tokens // layout.tp * self.shape.width * DTYPE_BYTES[layout.dtype]
             crossings = 2 * layout.virtual_stages * (rounds + stages - 2)
             sent = crossings * self.links.send_s(size, layout.gpus // stages)
         device, exchange = rounds * slowest.device_s, rounds * slowest.exchange_s
@@ -360,23 +451,29 @@ class LayoutEstimator:
         links, ranks, apart = self.links, layout.dp_shard * layout.cp, layout.tp
         numbers = sum(self.count_weights(layout, 0))
         sums = numbers * DTYPE_BYTES[layout.gradients]
-        gathered = numbers * DTYPE_BYTES[layout.dtype]
+        gathered = numbers * (1 if layout.kernels.float8 is Float8.TENSOR else DTYPE_BYTES[layout.dtype])
         passes = layout.micro_batches
         copies_s = links.all_reduce_s(
             sums // (ranks if layout.sharding is not Sharding.NONE else 1),
             layout.dp_replicate * (ranks if layout.sharding is Sharding.NONE else 1),
             apart=apart if layout.sharding is Sharding.NONE else apart * ranks,
         )
-        seconds, hidden = copies_s, slowest.total_s * 2 / 3
+        seconds, hidden, exposed = copies_s, slowest.total_s * 2 / 3, 0.0
         if layout.sharding is Sharding.WEIGHTS and layout.pp == 1:
-            seconds += passes * 2 * links.all_gather_s(gathered, ranks, apart=apart)
+            gathers = passes * (1 if layout.keeps_gathered else 2)
+            seconds += gathers * links.all_gather_s(gathered, ranks, apart=apart)
             seconds += passes * links.reduce_scatter_s(sums, ranks, apart=apart)
             hidden = passes * slowest.total_s
         elif layout.sharding is not Sharding.NONE:
-            seconds += links.all_gather_s(gathered, ranks, apart=apart)
-            seconds += links.reduce_scatter_s(sums, ranks, apart=apart)
+            gather_s = links.all_gather_s(gathered, ranks, apart=apart)
+            exposed = 0.0 if layout.overlaps_gather else gather_s
+            seconds += gather_s - exposed + links.reduce_scatter_s(sums, ranks, apart=apart)
             hidden = slowest.total_s
-        return max(0.0, seconds - hidden * collectives().overlapped) if layout.overlaps_data else seconds
+        if not layout.overlaps_data:
+            return seconds + exposed
+        # Blocks of NCCL take their share of the device from the computing that hides them.
+        share = collectives().overlapped
+        return exposed + max(seconds - hidden * share, seconds * (1 - share))
 
     def _tied_s(self, layout: DecoderLayout) -> float:
         """Return the seconds of summing the gradients of a table that the first and the last stage have."""

@@ -39,6 +39,7 @@ OTHER_OP, OTHER_DTYPE = 16.0, 6.0
 SOFTNESS = 0.02
 DEFAULT_MULTIPROCESSORS = 100
 FLASH = "aten::_scaled_dot_product_flash_attention"
+CUDNN = "aten::_scaled_dot_product_cudnn_attention"
 EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
 SAME_KERNELS = {
     "torch_attn::_varlen_attn": FLASH,

@@ -217,6 +217,20 @@ ContextParallel = Annotated[
         "means fsdp over all GPUs."
     ),
 ]
+ExpertParallel = Annotated[
+    int,
+    option(
+        "Expert parallelism: number of neighbouring GPUs that hold different experts. They see different "
+        "samples, and are no further GPUs. Strategy single then means fsdp over all GPUs."
+    ),
+]
+ExpertImbalance = Annotated[
+    float,
+    option(
+        "Tokens of the GPU with the most over those of the mean GPU, if GPUs hold different experts; an "
+        "assumption."
+    ),
+]
 ContextMethodName = Annotated[
     str,
     option("How GPUs that split sequences compute attention: ring or all-to-all."),
@@ -395,6 +409,8 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     tp: TensorParallel = 1
     cp: ContextParallel = 1
     cp_method: ContextMethodName = "ring"
+    ep: ExpertParallel = 1
+    expert_imbalance: ExpertImbalance = 1.0
     optimizer: OptimizerName = "fused"
     optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"
@@ -434,6 +450,8 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     tp: TensorParallel = 1
     cp: ContextParallel = 1
     cp_method: ContextMethodName = "ring"
+    ep: ExpertParallel = 1
+    expert_imbalance: ExpertImbalance = 1.0
     optimizer: OptimizerName = "fused"
     optimizer_in_backward: InBackward = False
     allocator: AllocatorName = "default"

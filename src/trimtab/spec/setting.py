@@ -197,6 +197,9 @@ class Mesh(Noun, frozen=True, kw_only=True):
     """Ranks that split every sequence between them (context parallelism); they see the same samples."""
     tp: int = 1
     """Ranks that split every layer between them (tensor parallelism); they see the same data."""
+    ep: int = 1
+    """Ranks of dp_shard x cp that hold different experts (expert parallelism). They see different data, and
+    are no devices of their own. Other trainers count ranks of tp too."""
     pp: int = 1
     """Pipeline stages."""
     copies: tuple[int, ...] = ()
@@ -233,8 +236,11 @@ class Mesh(Noun, frozen=True, kw_only=True):
             branch=self.branch,
             cp=self.cp,
             tp=self.tp,
+            ep=self.ep,
             pp=self.pp,
         )
+        if not wrong and (ranks := self.shards * self.tp) % self.ep:
+            wrong.append(f"ep {self.ep} does not divide dp_shard x cp x tp, which is {ranks}")
         if wrong or not self.copies:
             return wrong
         copies = " + ".join(map(str, self.copies))
@@ -305,6 +311,9 @@ class Setting(Noun, frozen=True, kw_only=True):
     """Data loader processes per rank."""
     cp_method: ContextMethod = ContextMethod.RING
     """How ranks that split sequences compute attention; it matters only with a `cp` above 1."""
+    expert_imbalance: float = 1.0
+    """Tokens of the rank with the most over those of the mean rank, with an `ep` above 1. Estimates assume
+    it; training has no use for it."""
     sync_batchnorm: bool = False
     """Whether BatchNorm layers compute statistics over a micro-batch of all ranks together."""
     schedule: Schedule = Schedule.ONE_F_ONE_B
@@ -342,6 +351,8 @@ class Setting(Noun, frozen=True, kw_only=True):
         )
         wrong += check_minimum(0, workers=self.workers) + check_minimum(1, virtual_stages=self.virtual_stages)
         wrong += self.schedule.check_virtual_stages(self.virtual_stages)
+        if self.expert_imbalance < 1:
+            wrong.append(f"expert_imbalance is {self.expert_imbalance:g}, which is below 1")
         if wrong:
             return wrong
         if self.shares:

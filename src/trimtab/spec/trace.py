@@ -42,6 +42,8 @@ STATISTICS = "sync_batchnorm"
 """Prefix of the names of collectives of synchronised BatchNorm layers."""
 CONTEXT = "context_parallel"
 """Prefix of the names of collectives of attention over sequences that ranks split; the method follows."""
+EXPERTS = "expert_parallel"
+"""Prefix of the names of collectives between tokens and experts on other ranks; what they carry follows."""
 TENSOR_PARALLEL_OPS = ("_c10d_functional::", "_dtensor::")
 """Prefixes of the names of collectives of layers that ranks split between them; those of FSDP have others."""
 PERMUTED, BROADCAST, PROMOTED = 1, 2, 4

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from trimtab.errors import WrongUse
 from trimtab.spec import Mesh, Schedule, Strategy
-from trimtab.spec.trace import CONTEXT, STATISTICS, TENSOR_PARALLEL_OPS
+from trimtab.spec.trace import CONTEXT, EXPERTS, STATISTICS, TENSOR_PARALLEL_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -62,6 +62,8 @@ class RankKind(NamedTuple):
     words: str = ""
 
 
+STRATEGIES_WITH_EXPERTS = frozenset({Strategy.FSDP, Strategy.HSDP})
+"""Strategies whose ranks can hold different experts."""
 ALIKE = RankKind()
 """Where all ranks hold the same."""
 
@@ -168,6 +170,19 @@ class Traffic:
                 return cost(work.read_bytes, ranks)
         return self.links.all_to_all_s(work.read_bytes, ranks)
 
+    def experts_s(self) -> float:
+        """Return the seconds for which tokens travel to experts on other ranks and back; nothing hides them.
+
+        Ranks with different experts are neighbours.
+        """
+        works = (self.trace.works[number] for number in self.trace.sequence)
+        once = sum(
+            self.links.all_to_all_s(work.read_bytes, self.setting.mesh.ep)
+            for work in works
+            if work.op.startswith(EXPERTS)
+        )
+        return self.setting.accumulation * once
+
     def statistics_s(self) -> float:
         """Return the seconds of synchronised BatchNorm: each layer waits for the ranks, both ways."""
         ranks = self.setting.gpus
@@ -182,7 +197,8 @@ class Traffic:
 
 
 def _is_plain_collective(work: Work) -> bool:
-    return work.kind == "collective" and not work.op.startswith((STATISTICS, CONTEXT, *TENSOR_PARALLEL_OPS))
+    inside = (STATISTICS, CONTEXT, EXPERTS, *TENSOR_PARALLEL_OPS)
+    return work.kind == "collective" and not work.op.startswith(inside)
 
 
 class ParallelStrategy(ABC):
@@ -281,6 +297,15 @@ class ParallelStrategy(ABC):
             f"only the ranks of {allowed} split layers between them", f"Use strategy {allowed}, or tp 1."
         )
 
+    def expert_refusal(self, ep: int) -> Refusal | None:
+        """Return why so many ranks cannot hold different experts under this strategy; None if they can."""
+        if ep == 1 or self.word in STRATEGIES_WITH_EXPERTS:
+            return None
+        allowed = f"{Strategy.FSDP} or {Strategy.HSDP}"
+        return Refusal(
+            f"only the ranks of {allowed} hold different experts", f"Use strategy {allowed}, or ep 1."
+        )
+
     def refusal(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Refusal | None:
         """Return why it cannot use so many GPUs in so many nodes of one size; None where it can."""
         if self.needs_several_gpus and gpus < 2:  # noqa: PLR2004 - several
@@ -296,14 +321,18 @@ class ParallelStrategy(ABC):
         if self.refusal(gpus, nodes=nodes, branches=branches) is None:
             yield self.usual_mesh(gpus, nodes=nodes, branches=branches)
 
-    def mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0, tp: int = 1, cp: int = 1) -> Mesh:
+    def mesh(  # noqa: PLR0913 - the degrees are named
+        self, gpus: int, *, nodes: int = 1, branches: int = 0, tp: int = 1, cp: int = 1, ep: int = 1
+    ) -> Mesh:
         """Return the usual mesh; raise WrongUse if it is refused.
 
-        Each `tp` neighbours split layers, and each `cp` groups of them split sequences.
+        Each `tp` neighbours split layers, and each `cp` groups of them split sequences. Of the ranks with
+        shards, each `ep` neighbours hold different experts.
         """
         for flag, degree, refusal in (
             ("--tp", tp, self.tensor_refusal(tp)),
             ("--cp", cp, self.context_refusal(cp)),
+            ("--ep", ep, self.expert_refusal(ep)),
         ):
             if refusal is not None:
                 raise WrongUse(
@@ -323,12 +352,25 @@ class ParallelStrategy(ABC):
         refusal = self.refusal(max(groups, min(gpus, 2)), nodes=nodes, branches=branches)
         if refusal is not None:
             raise WrongUse(f"--strategy {self.word}", found=refusal.found, cure=refusal.cure)
-        return self.usual_mesh(groups, nodes=nodes, branches=branches).replace(tp=tp, cp=cp)
+        mesh = self.usual_mesh(groups, nodes=nodes, branches=branches).replace(tp=tp, cp=cp)
+        if mesh.shards % ep:
+            legal = [str(each) for each in range(1, mesh.shards + 1) if mesh.shards % each == 0]
+            raise WrongUse(
+                f"--ep {ep}",
+                found=f"experts share the {mesh.shards} ranks of dp_shard x cp, which {ep} does not divide",
+                cure=f"Use one of {', '.join(legal)}.",
+            )
+        return mesh.replace(ep=ep)
 
-    def meshes_within(
-        self, gpus: int, *, nodes: int = 1, branches: int = 0, tp: int = 1, cp: int = 1
+    def meshes_within(  # noqa: PLR0913 - the degrees are named
+        self, gpus: int, *, nodes: int = 1, branches: int = 0, tp: int = 1, cp: int = 1, ep: int = 1
     ) -> Iterator[Mesh]:
-        """Yield every mesh on all of these GPUs in which so many ranks split layers and sequences."""
+        """Yield every mesh on all of these GPUs with so many ranks along its inner axes."""
+        if ep > 1:
+            if self.expert_refusal(ep) is None:
+                meshes = self.meshes_within(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp)
+                yield from (mesh.replace(ep=ep) for mesh in meshes if mesh.shards % ep == 0)
+            return
         inner = tp * cp
         if inner == 1:
             yield from self.meshes(gpus, nodes=nodes, branches=branches)
@@ -337,7 +379,7 @@ class ParallelStrategy(ABC):
             return
         groups = gpus // inner
         nodes = nodes if groups % nodes == 0 else 1
-        meshes: Iterator[Mesh] = iter(())
+        meshes = iter(())
         if groups > 1:
             meshes = self.meshes(groups, nodes=nodes, branches=branches)
         elif self.refusal(gpus, nodes=nodes, branches=branches) is None:
@@ -378,6 +420,11 @@ class ParallelStrategy(ABC):
 
     def resized(self, mesh: Mesh, ranks: int, *, nodes: int = 1, branches: int = 0) -> tuple[Strategy, Mesh]:
         """Return the nearest strategy and mesh for another number of ranks; `mesh` is the one until now."""
+        strategy, resized = self._resized(mesh, ranks, nodes=nodes, branches=branches)
+        keeps_experts = resized.shards % mesh.ep == 0 and strategy in STRATEGIES_WITH_EXPERTS
+        return strategy, resized.replace(ep=mesh.ep) if keeps_experts else resized
+
+    def _resized(self, mesh: Mesh, ranks: int, *, nodes: int, branches: int) -> tuple[Strategy, Mesh]:
         tp = mesh.tp if ranks % mesh.tp == 0 else 1
         cp = mesh.cp if ranks % (tp * mesh.cp) == 0 else 1
         groups = ranks // (tp * cp)
@@ -508,11 +555,21 @@ def describe_degrees(word: Strategy, mesh: Mesh) -> str:
 
     >>> describe_degrees(Strategy.FSDP, Mesh(dp_shard=8)), describe_degrees(Strategy.DDP, Mesh(cp=4))
     ('fsdp', 'ddp 1 x cp 4')
+    >>> describe_degrees(Strategy.FSDP, Mesh(dp_shard=8, ep=4))
+    'fsdp 8 with ep 4'
     """
     inner = [f"{name} {degree}" for name, degree in (("cp", mesh.cp), ("tp", mesh.tp)) if degree > 1]
-    return " x ".join([f"{word} {mesh.data_parallel}", *inner]) if inner else word.value
+    if not inner and mesh.ep == 1:
+        return word.value
+    ranks = " x ".join([f"{word} {mesh.data_parallel}", *inner])
+    return ranks if mesh.ep == 1 else f"{ranks} with ep {mesh.ep}"
 
 
 def explain_context(mesh: Mesh) -> str:
     """Return what the ranks do that split sequences between them; empty where none do."""
     return "" if mesh.cp == 1 else f"; {mesh.cp} GPUs split every sequence between them"
+
+
+def explain_experts(mesh: Mesh) -> str:
+    """Return what the ranks do that hold different experts; empty where none do."""
+    return "" if mesh.ep == 1 else f"; every {mesh.ep} neighbouring GPUs hold different experts"

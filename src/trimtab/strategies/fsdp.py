@@ -14,13 +14,14 @@ from trimtab.strategies.base import (
     Wrapping,
     describe_degrees,
     explain_context,
+    explain_experts,
     on_mesh,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from trimtab.spec import Setting
+    from trimtab.spec import Setting, Work
 
 ANCHORS = (4, 16)
 """Numbers of shards that are traced, where several are asked about."""
@@ -29,6 +30,19 @@ ANCHORS = (4, 16)
 def explain_tensor_ranks(mesh: Mesh) -> str:
     """Return what the ranks do that split layers between them; empty where none do."""
     return "" if mesh.tp == 1 else f"; {mesh.tp} neighbouring GPUs split every layer between them"
+
+
+def _find_call(work: Work, mesh: Mesh) -> Call:
+    """Return a traced collective of weights or gradients with the ranks that take part.
+
+    Experts are sharded over the ranks that hold the same ones, which are `ep` apart. Such a collective is
+    known by its bytes: those of all ranks over those of one.
+    """
+    collective = "all_gather" if "gather" in work.op else "reduce_scatter"
+    same = mesh.shards // mesh.ep
+    if mesh.ep > 1 and work.read_bytes == same * work.write_bytes:
+        return Call(collective, work.read_bytes, same, mesh.ep)
+    return Call(collective, work.read_bytes, mesh.shards, mesh.tp)
 
 
 class FsdpStrategy(ParallelStrategy):
@@ -54,7 +68,7 @@ class FsdpStrategy(ParallelStrategy):
     def trace_parts(self, setting: Setting, direct: Collection[int]) -> list[Setting]:
         """Return two anchors, which give any number of shards; or that number itself."""
         shards = setting.mesh.dp_shard
-        is_direct = shards in ANCHORS or shards in direct or setting.mesh.cp > 1
+        is_direct = shards in ANCHORS or shards in direct or max(setting.mesh.cp, setting.mesh.ep) > 1
         numbers = (shards,) if is_direct else ANCHORS
         mesh = setting.mesh.replace(dp_replicate=1)
         return [on_mesh(setting, Strategy.FSDP, mesh.replace(dp_shard=number)) for number in numbers]
@@ -75,12 +89,12 @@ class FsdpStrategy(ParallelStrategy):
         """
         setting, links = traffic.setting, traffic.links
         shards, tp = setting.mesh.shards, setting.mesh.tp
-        gathers = [work for work in traffic.collectives() if "gather" in work.op]
-        scatters = [work for work in traffic.collectives() if "scatter" in work.op]
-        gathered = sum(links.all_gather_s(work.read_bytes, shards, apart=tp) for work in gathers)
-        scattered = sum(links.reduce_scatter_s(work.read_bytes, shards, apart=tp) for work in scatters)
-        largest = max((work.read_bytes for work in gathers), default=0)
-        first = links.all_gather_s(largest, shards, apart=tp)
+        gathers = [_find_call(work, setting.mesh) for work in traffic.collectives() if "gather" in work.op]
+        scatters = [_find_call(work, setting.mesh) for work in traffic.collectives() if "scatter" in work.op]
+        gathered = sum(links.all_gather_s(call.size, call.ranks, apart=call.apart) for call in gathers)
+        scattered = sum(links.reduce_scatter_s(call.size, call.ranks, apart=call.apart) for call in scatters)
+        largest = max(gathers, key=lambda call: call.size, default=Call("all_gather", 0, shards, tp))
+        first = links.all_gather_s(largest.size, largest.ranks, apart=largest.apart)
         passes = setting.accumulation
         forward = max(first, gathered / 2 - traffic.hidden_forward_s)
         backward = max(0.0, gathered / 2 + scattered - traffic.hidden_backward_s)
@@ -88,19 +102,18 @@ class FsdpStrategy(ParallelStrategy):
         if setting.mesh.dp_replicate > 1:
             # In the last backward pass copies of shards are summed while shards are gathered and scattered.
             # Gathers and scatters are calls of one communicator, which runs them in turn.
-            own = [Call("reduce_scatter", work.read_bytes, shards, tp) for work in scatters]
-            own += [Call("all_gather", work.read_bytes, shards, tp) for work in gathers[: len(gathers) // 2]]
+            own = [*scatters, *gathers[: len(gathers) // 2]]
             # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
             shard_bytes = traffic.trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // (shards * tp)
             copies = [Call("all_reduce", shard_bytes, setting.mesh.dp_replicate, shards * tp)]
             last = max(backward, links.together_s([own, copies]) - traffic.hidden_backward_s)
         sharded = passes * forward + (passes - 1) * backward + last
-        return sharded + traffic.within_layers_s() + traffic.statistics_s()
+        return sharded + traffic.within_layers_s() + traffic.experts_s() + traffic.statistics_s()
 
     def explain(self, mesh: Mesh) -> str:
         """Say what is cut, and in how many parts."""
         shards = f"weights, gradients and optimizer state are cut in {mesh.shards}"
-        return shards + explain_context(mesh) + explain_tensor_ranks(mesh)
+        return shards + explain_context(mesh) + explain_tensor_ranks(mesh) + explain_experts(mesh)
 
     def describe(self, mesh: Mesh) -> str:
         """Return its word, with the ranks that split sequences or layers: fsdp 8 x tp 8."""

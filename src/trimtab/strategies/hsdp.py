@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.spec import Mesh, Strategy
-from trimtab.strategies.base import Refusal, explain_context
+from trimtab.strategies.base import Refusal, explain_context, explain_experts
 from trimtab.strategies.fsdp import FsdpStrategy, explain_tensor_ranks
 from trimtab.units import plural
 
@@ -45,7 +45,7 @@ class HsdpStrategy(FsdpStrategy):
     def explain(self, mesh: Mesh) -> str:
         """Say how large a group is, and how many there are."""
         copies = f"cut in {mesh.shards} within a node, copied {mesh.dp_replicate} times"
-        return copies + explain_context(mesh) + explain_tensor_ranks(mesh)
+        return copies + explain_context(mesh) + explain_tensor_ranks(mesh) + explain_experts(mesh)
 
     def config_mesh(self, gpus: int, shards: int | None) -> Mesh:
         """Return groups of the size that the config says; one group where it does not."""

@@ -15,10 +15,19 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from trimtab.engine.context_parallel import ContextGroup
+from trimtab.engine.expert_parallel import ExpertGroup
 from trimtab.engine.precision import dtype_name
 from trimtab.engine.sync_norm import SharedStatistics
 from trimtab.spec import Work
-from trimtab.spec.trace import BROADCAST, CONTEXT, PERMUTED, PROMOTED, STATISTICS, TENSOR_PARALLEL_OPS
+from trimtab.spec.trace import (
+    BROADCAST,
+    CONTEXT,
+    EXPERTS,
+    PERMUTED,
+    PROMOTED,
+    STATISTICS,
+    TENSOR_PARALLEL_OPS,
+)
 from trimtab.trace.data_dependent import RAGGED_ATTRIBUTE
 from trimtab.trace.fake_ops import PRODUCT_OPS, count_nonzeros, is_sparse, sparse_bytes
 from trimtab.trace.packed_attention import PACKED_OPS, describe_packed
@@ -440,6 +449,8 @@ def _describe_collective(name: str, inputs: list[torch.Tensor], results: list[to
     prefix = f"{STATISTICS} " if SharedStatistics.in_collective else ""
     if ContextGroup.method_in_flight is not None:
         prefix = f"{CONTEXT} {ContextGroup.method_in_flight} "
+    if ExpertGroup.step_in_flight is not None:
+        prefix = f"{EXPERTS} {ExpertGroup.step_in_flight} "
     return Work(
         op=prefix + name,
         kind="collective",

@@ -323,6 +323,7 @@ def _build_model(job: Any, request: TraceRequest, recorder: Any, branch: str) ->
 
 def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     from trimtab.engine import step as steps
+    from trimtab.engine.expert_parallel import describe_experts
     from trimtab.engine.quantize import count_weights
     from trimtab.engine.tensor_plan import describe_split
     from trimtab.trace.host_state import measure_host_state
@@ -364,7 +365,9 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     recorder.records_work = False
     if state.offload is not None and not state.offload.peak_sizes:
         recorder.kernels.assume(NOTHING_MOVED)
-    for note in (*describe_split(state.tensor_plan), *([state.stage_note] if state.stage_note else [])):
+    notes = describe_experts(state.experts, setting.expert_imbalance)
+    notes += [state.stage_note] if state.stage_note else []
+    for note in (*describe_split(state.tensor_plan), *notes):
         recorder.kernels.assume(note)
     lost_compiled = _lost_by_compiling(state, batch, recorder)
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in state.model.parameters()]

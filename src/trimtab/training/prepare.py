@@ -28,7 +28,7 @@ from trimtab.engine.precision import torch_dtype
 from trimtab.engine.step import arrange_model, make_meta_loss, refuse_partial_model
 from trimtab.engine.tensor_parallel import gather_loss
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
-from trimtab.jobs.job import Job, loss_function
+from trimtab.jobs.job import Job, list_expert_modules, loss_function
 from trimtab.jobs.load import job_error
 from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED
 from trimtab.spec.precision import FLOAT32
@@ -176,6 +176,7 @@ def prepare(
         reduced=lambda model: list_reduced(model, groups, own_prefix()),
         mid_backward=on_gradient,
         follow=make_meta_loss(request.job, setting),
+        expert_modules=list_expert_modules(request.job),
     )
     if arranged.stage_note:
         say("pipeline", arranged.stage_note)

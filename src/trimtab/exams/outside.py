@@ -1,0 +1,343 @@
+"""Predict what other people measured, and score the predictions by source.
+
+The rows are in outside.csv, with the file that each was read from; outside.toml has the sources, their
+trainers and their models. A third of each source's rows is not here: it was kept back to check predictions.
+Rows of decoders on many GPUs are predicted by the formulas of `trimtab layouts`.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import tomllib
+from collections import Counter
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from trimtab.catalog.clusters import parse_cluster, with_network
+from trimtab.catalog.facts import facts_of
+from trimtab.errors import WrongUse, find_nearest
+from trimtab.predict.calibration import find_speed
+from trimtab.predict.communication import find_links
+from trimtab.predict.decoder import FLASH, BlockKernels, Float8
+from trimtab.predict.layout import DecoderLayout, LayoutEstimator, Sharding
+from trimtab.predict.op_time import CUDNN
+from trimtab.spec import DecoderShape, Noun
+from trimtab.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from trimtab.spec import Device
+
+PER_NODE = 8
+FLASH_SHARES = {"flash1": 0.345, "flash2": 0.6}
+"""Share of the 16-bit peak of an A100 that FlashAttention reaches with long sequences, by its version. Its
+authors published 25 to 40 % and 50 to 73 % (arXiv 2307.08691)."""
+OLD_PRODUCTS = {"9": 0.6}
+"""Share of the peak that products reach with the instructions of an A100, by compute capability:
+FlashAttention 2 reaches 335 of 989 TFLOP/s on an H100 by them."""
+DTYPES = {"fp16": "float16"}
+FLOAT8 = {"fp8": Float8.TENSOR, "fp8-row": Float8.ROW, "fp8-te": Float8.FUSED}
+RESERVED = 1.05
+"""Reserved memory over allocated memory: the caching allocator leaves gaps."""
+MEMORY = ("allocated", "active", "reserved", "process")
+"""Kinds of memory that sources state."""
+UNSTATED = "memory of a kind that the source does not state"
+STEP, FAR_STEP, VERDICT = "step, one node", "step, several nodes", "out of memory"
+
+
+class OutsideRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of outside.csv; empty cells are left out."""
+
+    source: str
+    path: str
+    gpu: str
+    gpus: int
+    model: str
+    layers: int = 0
+    """Of a model that was cut; 0: all."""
+    sequence: int = 0
+    micro_batch: int = 0
+    global_batch: int = 0
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    virtual: int = 1
+    """Parts of the model on each pipeline stage."""
+    ep: int = 1
+    dp: int = 1
+    shards: int = 0
+    """Data-parallel ranks that share weights or states; 0: all."""
+    recompute: str = "none"
+    precision: str = ""
+    trainer: str = ""
+    step_s: float | None = None
+    allocated_gib: float | None = None
+    active_gib: float | None = None
+    reserved_gib: float | None = None
+    process_gib: float | None = None
+    unstated_gib: float | None = None
+    out_of_memory: bool = False
+    rival_step_s: float | None = None
+    rival_allocated_gib: float | None = None
+    reason: str = ""
+    """Key of the reason for which the row is not replayed; empty: it is."""
+
+
+class OutsideAnswer(Noun, frozen=True, kw_only=True):
+    """A row with its measured and predicted figures."""
+
+    source: str
+    path: str
+    row: str
+    """GPUs, model and degrees."""
+    measured: dict[str, float]
+    """Seconds, GiB by kind of memory, and 1 for out of memory, by figure."""
+    predicted: dict[str, float]
+    rivals: dict[str, float] = {}
+    """What the source itself predicted."""
+
+
+class OutsideScore(Noun, frozen=True, kw_only=True):
+    """Errors of one figure over the rows of one source."""
+
+    source: str
+    figure: str
+    rows: int
+    mean: float | None = None
+    """Mean of the absolute relative errors; None for verdicts."""
+    median: float | None = None
+    """Median of the signed relative errors."""
+    worst: float | None = None
+    right: int | None = None
+    """Verdicts that were right."""
+    rival: str = ""
+    """What the source, or the authors of its simulator, reached."""
+
+
+class OutsideResult(Noun, frozen=True, kw_only=True):
+    """Scores by source and figure, and what was not replayed."""
+
+    rows: int
+    replayed: int
+    scores: tuple[OutsideScore, ...]
+    left_out: dict[str, dict[str, int]]
+    """Rows of each source that were not replayed, by reason."""
+    unscored: dict[str, int]
+    """Replayed rows of each source whose memory is of no stated kind."""
+    fitted: dict[str, dict[str, float]]
+    """Number that was fitted for a source, by name."""
+    answers: tuple[OutsideAnswer, ...] = ()
+
+
+@cache
+def read_facts() -> dict[str, Any]:
+    """Return the sources, trainers, devices and models of the rows."""
+    return tomllib.loads(files("trimtab.exams").joinpath("outside.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def read_rows() -> tuple[OutsideRow, ...]:
+    """Return all rows."""
+    text = files("trimtab.exams").joinpath("outside.csv").read_text(encoding="utf-8")
+    lines = csv.DictReader(text.splitlines())
+    cells = [{name: cell for name, cell in line.items() if cell} for line in lines]
+    return msgspec.convert(cells, tuple[OutsideRow, ...], strict=False)
+
+
+def make_shape(model: str, layers: int = 0) -> DecoderShape:
+    """Return the sizes of a model that a source names, with so many layers where the source cut it."""
+    facts = read_facts()
+    sizes = dict(facts["model"][model])
+    sizes = facts["family"][sizes.pop("family")] | sizes
+    width, heads = sizes["width"], sizes["heads"]
+    defaults = {"key_value_heads": heads, "head_size": width // heads, "feed_forward": 4 * width}
+    return DecoderShape(**(defaults | sizes | ({"layers": layers} if layers else {})))
+
+
+class _Machines(NamedTuple):
+    """Devices of a source."""
+
+    device: Device
+    estimator: LayoutEstimator
+
+
+def _find_machines(row: OutsideRow) -> _Machines:
+    """Return the devices of a row, with an estimator for its model."""
+    kernel = read_facts()["trainer"][row.trainer].get("attention", "cudnn")
+    return _make_machines((row.source, row.gpu, row.model, kernel), row.gpus, row.layers)
+
+
+@cache
+def _make_machines(names: tuple[str, str, str, str], gpus: int, layers: int) -> _Machines:
+    facts = read_facts()
+    source, gpu, model, kernel = names
+    origin, other = facts["source"][source], facts["device"].get(gpu, {})
+    name, nodes = other.get("like", gpu), -(-gpus // PER_NODE)
+    cluster = parse_cluster(f"{gpus}x{name}" if nodes == 1 else f"{nodes}x8x{name}")
+    if nodes > 1 and "network" in origin:
+        cluster = with_network(cluster, origin["network"])
+    device = cluster.devices[0]
+    if other:
+        memory = int(other["memory_gib"] * GIB)
+        device = device.replace(bandwidth_bytes_per_s=other["bandwidth"], memory_bytes=memory)
+    speed = find_speed(device, None)
+    if speed is None:
+        raise WrongUse(gpu, found="the catalogue has no speed of it", cure="Name another --source.")
+    slower = origin.get("host", 1.0)
+    host = speed.host._replace(
+        forward_s=speed.host.forward_s * slower, backward_s=speed.host.backward_s * slower
+    )
+    old = OLD_PRODUCTS.get((device.compute_capability or "").split(".")[0], 1.0)
+    estimator = LayoutEstimator(
+        make_shape(model, layers),
+        speed.pace,
+        host,
+        find_links(cluster, gpus),
+        product_rate=origin.get("efficiency", 1.0),
+        flash_flops=FLASH_SHARES.get(kernel, 1.0) * old * (device.peaks.bf16 or 0.0),
+    )
+    return _Machines(device, estimator)
+
+
+def make_layout(row: OutsideRow) -> DecoderLayout:
+    """Return how the step of a row was spread."""
+    trainer = dict(read_facts()["trainer"][row.trainer])
+    kernels = BlockKernels(
+        fused=trainer.pop("fused", True),
+        attention=CUDNN if trainer.pop("attention", "cudnn") == "cudnn" else FLASH,
+        fused_loss=trainer.pop("fused_loss", True),
+        float8=FLOAT8.get(row.precision, Float8.NONE),
+        stops_early=trainer.pop("stops_early", False),
+    )
+    shards = row.shards or row.dp
+    return DecoderLayout(
+        micro_batch=row.micro_batch,
+        micro_batches=row.global_batch // (row.micro_batch * row.dp),
+        sequence=row.sequence,
+        tp=row.tp,
+        cp=row.cp,
+        pp=row.pp,
+        virtual_stages=row.virtual,
+        ep=row.ep,
+        dp_shard=shards,
+        dp_replicate=row.dp // shards,
+        full_recompute=row.recompute == "full",
+        selective_recompute=row.recompute == "selective",
+        dtype=DTYPES.get(row.precision, "bfloat16"),
+        kernels=kernels,
+        sharding=Sharding(trainer.pop("sharding", "weights")),
+        **trainer,
+    )
+
+
+def answer_row(row: OutsideRow) -> OutsideAnswer:
+    """Predict the figures that a row has."""
+    device, estimator = _find_machines(row)
+    layout = make_layout(row)
+    memory = estimator.estimate_memory(layout).total
+    reserved = memory * RESERVED
+    step = STEP if row.gpus <= PER_NODE else FAR_STEP
+    known = {
+        step: estimator.estimate_time(layout).total_s,
+        "allocated": memory / GIB,
+        "active": memory / GIB,
+        "reserved": reserved / GIB,
+        VERDICT: float(reserved + facts_of(device).memory.sharded_context_bytes > device.memory_bytes),
+    }
+    measured = {step: row.step_s, **{kind: getattr(row, f"{kind}_gib") for kind in MEMORY}}
+    measured[VERDICT] = 1.0 if row.out_of_memory else None
+    rivals = {step: row.rival_step_s, "allocated": row.rival_allocated_gib}
+    figures = {name: value for name, value in measured.items() if value is not None and name in known}
+    degrees = " ".join(f"{name}{getattr(row, name)}" for name in ("tp", "cp", "pp", "ep", "dp"))
+    batch = f"{row.sequence}x{row.micro_batch} of {row.global_batch}"
+    return OutsideAnswer(
+        source=row.source,
+        path=row.path,
+        row=f"{row.gpus}x{row.gpu} {row.model} {batch} {degrees}",
+        measured=figures,
+        predicted={name: known[name] for name in figures},
+        rivals={name: value for name, value in rivals.items() if value is not None},
+    )
+
+
+def run_outside(
+    source: str | None = None, *, done: Callable[[str, int], None] = lambda *_: None
+) -> OutsideResult:
+    """Predict the rows of a source, or of all; `done` is called with each source and its number of rows."""
+    names = list(dict.fromkeys(row.source for row in read_rows()))
+    if source is not None and source not in names:
+        near = find_nearest(source, names)
+        raise WrongUse(
+            f"--source {source}",
+            found=f"it is none of {', '.join(names)}",
+            cure=f"Did you mean {near[0]}?" if near else "Name one of them.",
+        )
+    chosen = [source] if source else names
+    rows = [row for row in read_rows() if row.source in chosen]
+    answers: list[OutsideAnswer] = []
+    for name in chosen:
+        found = [answer_row(row) for row in rows if row.source == name and not row.reason]
+        answers += found
+        done(name, len(found))
+    reasons, sources = read_facts()["reason"], read_facts()["source"]
+    left_out = {
+        name: dict(Counter(reasons[row.reason] for row in rows if row.source == name and row.reason))
+        for name in chosen
+    }
+    unscored = Counter(row.source for row in rows if not row.reason and row.unstated_gib is not None)
+    return OutsideResult(
+        rows=len(rows),
+        replayed=len(answers),
+        scores=tuple(score for name in chosen for score in score_source(name, answers)),
+        left_out={name: counts for name, counts in left_out.items() if counts},
+        unscored=dict(unscored),
+        fitted={
+            name: {key: sources[name][key] for key in ("efficiency", "host") if key in sources[name]}
+            for name in chosen
+            if sources[name].keys() & {"efficiency", "host"}
+        },
+        answers=tuple(answers),
+    )
+
+
+def score_source(source: str, answers: Iterable[OutsideAnswer]) -> list[OutsideScore]:
+    """Return the errors of a source's rows by figure."""
+    own = [answer for answer in answers if answer.source == source]
+    scores = []
+    for figure in (STEP, FAR_STEP, *MEMORY, VERDICT):
+        rows = [answer for answer in own if figure in answer.measured]
+        if not rows:
+            continue
+        if figure == VERDICT:
+            right = sum(answer.predicted[figure] == answer.measured[figure] for answer in rows)
+            scores.append(OutsideScore(source=source, figure=figure, rows=len(rows), right=right))
+            continue
+        errors = [answer.predicted[figure] / answer.measured[figure] - 1 for answer in rows]
+        scores.append(
+            OutsideScore(
+                source=source,
+                figure=figure,
+                rows=len(rows),
+                mean=statistics.mean(map(abs, errors)),
+                median=statistics.median(errors),
+                worst=max(map(abs, errors)),
+                rival=_describe_rival(source, figure, rows),
+            )
+        )
+    return scores
+
+
+def _describe_rival(source: str, figure: str, rows: list[OutsideAnswer]) -> str:
+    """Return how far off the source's own predictions are: of these rows, or as published."""
+    errors = [
+        abs(answer.rivals[figure] / answer.measured[figure] - 1) for answer in rows if figure in answer.rivals
+    ]
+    if errors:
+        return f"{source} {statistics.mean(errors):.1%}"
+    published: str = read_facts()["source"][source].get("rival", {}).get(figure, "")
+    return published

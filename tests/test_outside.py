@@ -1,0 +1,134 @@
+"""Other people's measurements: the data, the replay of each row, and the scores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from trimtab.errors import WrongUse
+from trimtab.exams.outside import (
+    FAR_STEP,
+    MEMORY,
+    STEP,
+    VERDICT,
+    OutsideResult,
+    answer_row,
+    make_layout,
+    make_shape,
+    read_facts,
+    read_rows,
+    run_outside,
+)
+
+
+@pytest.fixture(scope="module")
+def result() -> OutsideResult:
+    return run_outside()
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trimtab", "exam", "--outside", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "80"}
+    )
+
+
+def test_every_row_has_a_source_a_path_and_a_figure() -> None:
+    facts = read_facts()
+    for row in read_rows():
+        assert facts["source"][row.source].keys() >= {"repository", "read"}
+        assert row.path
+        assert row.gpus >= 1
+        memory = [getattr(row, f"{kind}_gib") for kind in (*MEMORY, "unstated")]
+        figures = [figure for figure in (row.step_s, *memory) if figure is not None]
+        assert figures or row.out_of_memory or row.source == "Primus"
+        assert all(figure > 0 for figure in figures)
+    assert len(read_rows()) == 1579
+    assert sum(row.out_of_memory for row in read_rows()) == 9
+
+
+def test_every_row_is_replayed_or_has_a_reason(result: OutsideResult) -> None:
+    facts = read_facts()
+    for row in read_rows():
+        if row.reason:
+            assert row.reason in facts["reason"]
+        else:
+            assert row.trainer in facts["trainer"]
+            layout = make_layout(row)
+            assert layout.gpus == row.gpus
+            assert layout.micro_batch * layout.micro_batches * layout.dp == row.global_batch
+            assert make_shape(row.model, row.layers).parameters > 0
+    left_out = sum(count for reasons in result.left_out.values() for count in reasons.values())
+    assert result.replayed + left_out == result.rows == 1579
+    assert result.replayed == len(result.answers)
+
+
+def test_at_most_one_number_is_fitted_for_a_source() -> None:
+    for name, facts in read_facts()["source"].items():
+        assert len(facts.keys() & {"efficiency", "host"}) <= 1, name
+
+
+def test_scores_are_those_of_the_rows() -> None:
+    rows = [row for row in read_rows() if row.source == "NeMo" and not row.reason]
+    errors = [abs(answer_row(row).predicted[step_of(row.gpus)] / (row.step_s or 0) - 1) for row in rows]
+    scores = {score.figure: score for score in run_outside("NeMo").scores}
+    assert scores[STEP].rows + scores[FAR_STEP].rows == len(rows)
+    mean = sum((score.mean or 0) * score.rows for score in scores.values()) / len(rows)
+    assert mean == pytest.approx(sum(errors) / len(errors))
+    assert max(score.worst or 0 for score in scores.values()) == pytest.approx(max(errors))
+
+
+def step_of(gpus: int) -> str:
+    return STEP if gpus <= 8 else FAR_STEP
+
+
+@pytest.mark.parametrize(
+    ("source", "figure", "most"),
+    [
+        ("vTrain", STEP, 0.085),
+        ("vTrain", FAR_STEP, 0.12),
+        ("SimuMax", STEP, 0.08),
+        ("SimuMax", "allocated", 0.05),
+        ("llm-foundry", STEP, 0.08),
+        ("llm-foundry", FAR_STEP, 0.12),
+        ("InternEvo", FAR_STEP, 0.12),
+        ("NeMo", FAR_STEP, 0.12),
+        ("torchtitan", FAR_STEP, 0.12),
+    ],
+)
+def test_predictions_are_as_near_as_the_documentation_says(
+    result: OutsideResult, source: str, figure: str, most: float
+) -> None:
+    score = next(score for score in result.scores if (score.source, score.figure) == (source, figure))
+    assert score.mean is not None
+    assert score.mean < most
+
+
+def test_rivals_stand_beside_the_rows_that_they_predicted(result: OutsideResult) -> None:
+    rivals = {(score.source, score.figure): score.rival for score in result.scores if score.rival}
+    assert rivals["vTrain", STEP] == "vTrain 8.37%"
+    assert rivals["SimuMax", STEP].startswith("SimuMax 5.")
+    verdicts = [score for score in result.scores if score.figure == VERDICT]
+    assert all(score.right is not None and score.right <= score.rows for score in verdicts)
+
+
+def test_the_command_shows_one_source_and_json() -> None:
+    done = run("--source", "NeMo")
+    assert done.returncode == 0
+    assert "NeMo: 8 rows" in done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "replayed: 8 of 10 rows" in done.stdout
+    answer = json.loads(run("--source", "NeMo", "--json").stdout)
+    assert Counter(score["figure"] for score in answer["scores"]) == {STEP: 1, FAR_STEP: 1}
+    assert len(answer["answers"]) == 8
+
+
+def test_unknown_sources_and_other_options_are_refused() -> None:
+    with pytest.raises(WrongUse, match="vTrain"):
+        run_outside("vtrain")
+    assert "Leave them out" in run("--only", "gpt-*").stderr
