@@ -441,6 +441,14 @@ def _attention() -> list[QueuedCase]:
     return [
         *found,
         QueuedCase("attention-Decoder-fp32-b8", "bench/attention_jobs.py:Decoder", 8, precision="fp32"),
+        *(
+            QueuedCase(
+                f"attention-Decoder-{length // 1024}k-b1",
+                "bench/attention_jobs.py:Decoder",
+                options={"length": length, "heads": 32, "head": 128, "groups": 8, "layers": 2},
+            )
+            for length in (8192, 32768, 131072)
+        ),
     ]
 
 

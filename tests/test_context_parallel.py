@@ -333,7 +333,7 @@ BATCH = 4
 
 
 def make_setting(strategy: Strategy, **more: Any) -> Setting:
-    axes = {name: more.pop(name) for name in ("dp_replicate", "dp_shard", "cp") if name in more}
+    axes = {name: more.pop(name) for name in ("dp_replicate", "dp_shard", "cp", "tp") if name in more}
     mesh = Mesh(**axes)
     micro = more.pop("micro_batch", 2)
     share = BATCH // mesh.data_parallel
@@ -386,7 +386,7 @@ def train_steps(
     torch.set_default_dtype(torch.float64)
     job = make_job(name)
     job.global_batch = BATCH
-    if name.startswith("hf:"):
+    if name.startswith("hf:") and setting.mesh.tp == 1:
         setting = setting.replace(loss=LossForm.CHUNKED)
     seen: list[Any] = []
     with Run(setting, job=job, faults=faults, listen=seen.append, join_s=60) as run:
@@ -446,6 +446,18 @@ def test_training_on_split_sequences_is_that_of_one_process(
     assert len(found[0]) == len(pairs)
     for (setting, name), ours in zip(pairs, found[0], strict=True):
         assert measure_gap(ours, trained_alone[name]) < TOLERANCE, (setting, name)
+
+
+@pytest.mark.slow
+def test_ranks_split_layers_and_sequences_together(trained_alone: dict[str, Any]) -> None:
+    settings = [
+        make_setting(Strategy.FSDP, cp=2, tp=2),
+        make_setting(Strategy.FSDP, cp=2, tp=2, cp_method=ContextMethod.ALL_TO_ALL, recompute=Recompute.FULL),
+    ]
+    found = everywhere(4, train_all, settings, ["slm:tiny"], free_port())
+    for ranks in found:
+        for setting, ours in zip(settings, ranks, strict=True):
+            assert measure_gap(ours, trained_alone["slm:tiny"]) < TOLERANCE, setting
 
 
 @pytest.mark.parametrize(

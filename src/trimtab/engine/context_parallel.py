@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -470,6 +471,15 @@ def attend(  # noqa: PLR0913, PLR0917 - torch's own signature
     """Compute scaled_dot_product_attention over the positions of all ranks of the group."""
     group = _active
     assert group is not None  # noqa: S101 - split_attention() sets both
+    if isinstance(query, DTensor):
+        return _attend_own_heads(
+            (query, key, value),
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     _refuse_call(group, query, key, attn_mask, dropout_p, is_causal=is_causal)
     group.calls += 1
     query, key, value = _autocast(query, key, value)
@@ -494,6 +504,25 @@ def attend(  # noqa: PLR0913, PLR0917 - torch's own signature
     )
     swapped: torch.Tensor = SwapHeads.apply(whole, group, False)
     return swapped
+
+
+def _attend_own_heads(tensors: Sequence[Any], **options: Any) -> Any:
+    """Attend with the heads of this rank, where ranks split layers as well.
+
+    Queries, keys and values are split by heads, or all ranks have all of them.
+    """
+    mesh = tensors[0].device_mesh
+    has_heads = all(placement.is_shard(1) or placement.is_replicate() for placement in tensors[0].placements)
+    whole = [Replicate()] * mesh.ndim
+    placements = tensors[0].placements if has_heads else whole
+    query, key, value = (
+        (tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, whole, run_check=False))
+        .redistribute(placements=placements)
+        .to_local()
+        for tensor in tensors
+    )
+    output = attend(query, key, value, **options)
+    return DTensor.from_local(output, mesh, placements, run_check=False)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -18,7 +18,12 @@ from trimtab.engine.branches import compute_branch_loss
 from trimtab.engine.build import EntryPoints, build_model, find_entries, make_batch
 from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.compile import CompileSwitch
-from trimtab.engine.context_parallel import arrange_context, check_calls, refuse_context
+from trimtab.engine.context_parallel import (
+    arrange_context,
+    check_calls,
+    refuse_context,
+    use_whole_sequences,
+)
 from trimtab.engine.expert_parallel import arrange_experts
 from trimtab.engine.expert_rules import refuse_expert_split
 from trimtab.engine.float8 import convert_linear_layers
@@ -317,7 +322,8 @@ def make_meta_loss(job: Any, setting: Setting) -> Callable[[nn.Module], Any] | N
         ranks = setting.mesh.data_parallel
         single = setting.replace(micro_batch=samples, accumulation=1, global_batch=samples * ranks, shares=())
         batch = make_batch(job, single, "meta")
-        with torch.device("meta"):
+        # Nothing can be sent on the meta device.
+        with torch.device("meta"), use_whole_sequences():
             return loss_function(job)(model, batch)
 
     return compute_meta_loss

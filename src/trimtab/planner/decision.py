@@ -80,7 +80,7 @@ def choose_plan(
     counts = tuple(dict.fromkeys(question.compare))
     # The search runs first, so that its evaluations do not depend on the comparison and the what-ifs.
     used, outcome = _search_ways(question, estimator, counts, notice)
-    space, mixed, refused, result = outcome
+    space, mixed, _, result = outcome
     rows: tuple[Comparison, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
     complete = result.complete
@@ -101,6 +101,48 @@ def choose_plan(
         complete = False
     if is_late(question.workload, question.policy, best.estimate.step_s, margin=0.0):
         raise _make_too_late_error(question, best)
+    return _compose_plan(
+        question,
+        used,
+        outcome,
+        best,
+        rows=rows,
+        what_if=what_if,
+        fingerprints=fingerprints,
+        complete=complete,
+    )
+
+
+def choose_among(
+    space: Space, question: PlanQuestion, estimator: Estimator, *, notice: Notice = lambda _: None
+) -> Plan | TrimtabError | None:
+    """Return the plan with the best setting of a space; None if none fits, an error if none was estimated.
+
+    Only these settings are estimated: there are no what-ifs, and nothing is compared.
+    """
+    check_question(question)
+    result = _search_fitting(space, estimator, [], notice)
+    best = result.best
+    if best is None and _has_only_failures(result):
+        return next(iter(result.failed.values()))[1]
+    if best is None or is_late(question.workload, question.policy, best.estimate.step_s, margin=0.0):
+        return None
+    return _compose_plan(question, (), _SearchOutcome(space, [], [], result), best, complete=result.complete)
+
+
+def _compose_plan(  # noqa: PLR0913 - parts of a plan
+    question: PlanQuestion,
+    used: tuple[WayToFit, ...],
+    outcome: _SearchOutcome,
+    best: Evaluation,
+    *,
+    rows: tuple[Comparison, ...] = (),
+    what_if: tuple[WhatIf, ...] = (),
+    fingerprints: dict[str, str] | None = None,
+    complete: bool = True,
+) -> Plan:
+    """Return the plan of a setting, with reasons and what was rejected."""
+    space, _, refused, result = outcome
     estimate = add_run_totals(best.estimate, best.setting, question.workload)
     return Plan(
         job=question.job,

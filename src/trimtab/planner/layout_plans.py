@@ -37,7 +37,7 @@ from trimtab.strategies import find_training_refusal
 from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from trimtab.planner.estimator_interface import Layout
     from trimtab.planner.layouts import RankedLayout
@@ -257,15 +257,19 @@ def make_setting(layout: DecoderLayout) -> Setting:
     )
 
 
-def make_layout_plan(
+def make_layout_plan(  # noqa: PLR0913 - parts of a plan
     study: LayoutStudy,
     chosen: RankedLayout,
     *,
     job: str,
     workload: Workload,
     policy: Policy,
+    among: Sequence[RankedLayout] = (),
 ) -> Plan:
-    """Return the plan of a layout: its setting with the figures of the formulas, reasons and alternatives."""
+    """Return the plan of a layout: its setting with the figures of the formulas, reasons and alternatives.
+
+    `among` are the layouts to compare it with; default: all that fit.
+    """
     cluster = study.model.cluster
     setting = make_setting(chosen.layout)
     estimate = add_run_totals(study.estimate(chosen), setting, workload)
@@ -276,7 +280,7 @@ def make_layout_plan(
         choice=setting,
         estimate=estimate,
         policy=policy,
-        reasons=tuple(list_layout_reasons(study, chosen)),
+        reasons=tuple(list_layout_reasons(study, chosen, among or study.search.found)),
         runners_up=tuple(describe_alternative(study, other, chosen, workload) for other in others),
         rejected=list_layout_rejections(study),
         places=place_ranks(cluster).places,
@@ -318,17 +322,19 @@ def list_layout_rejections(study: LayoutStudy) -> tuple[Rejection, ...]:
     return tuple(rejections)
 
 
-def list_layout_reasons(study: LayoutStudy, chosen: RankedLayout) -> Iterator[Reason]:
+def list_layout_reasons(
+    study: LayoutStudy, chosen: RankedLayout, among: Sequence[RankedLayout]
+) -> Iterator[Reason]:
     """Yield each choice of a layout with its reason, in figures."""
     layout, setting = chosen.layout, make_setting(chosen.layout)
     gpus = len(study.model.cluster.devices)
     yield Reason(subject="gpus", value=f"{layout.gpus} of {gpus}", why="formulas rank layouts of all GPUs")
     yield Reason(subject="strategy", value=setting.strategy.value, why=_explain_data_ranks(layout))
-    for axis, words in AXES.items():
+    for axis in AXES:
         degree = getattr(layout, axis)
         if axis == "ep" and not study.model.shape.experts:
             continue
-        yield Reason(subject=axis, value=str(degree), why=_explain_degree(study, chosen, axis, words))
+        yield Reason(subject=axis, value=str(degree), why=explain_degree(study, chosen, axis, among))
     if layout.virtual_stages > 1:
         yield Reason(
             subject="virtual_stages", value=str(layout.virtual_stages), why="parts of the model on each stage"
@@ -354,13 +360,13 @@ def _explain_data_ranks(layout: DecoderLayout) -> str:
     return f"{copies}{plural(layout.dp_shard * layout.cp, 'shard')} of the weights"
 
 
-def _explain_degree(study: LayoutStudy, chosen: RankedLayout, axis: str, words: str) -> str:
-    """Return what the best layout with another degree would cost."""
-    degree = getattr(chosen.layout, axis)
+def explain_degree(study: LayoutStudy, chosen: RankedLayout, axis: str, among: Sequence[RankedLayout]) -> str:
+    """Return what the best layout with another degree would cost; `among` has the fastest first."""
+    degree, words = getattr(chosen.layout, axis), AXES[axis]
     if axis in study.model.pins:
         return f"{words}; pinned" if degree > 1 else "pinned"
     best: dict[int, float] = {}
-    for ranked in study.search.found:
+    for ranked in among:
         best.setdefault(getattr(ranked.layout, axis), ranked.time.total_s)
     texts = []
     if degree > 1 and 1 not in best:

@@ -83,7 +83,7 @@ class LayoutSearch:
                     self.least = RankedLayout(layout, self.estimator.estimate_time(layout), memory)
                 continue
             self.found.append(RankedLayout(layout, self.estimator.estimate_time(layout), memory))
-        self.found.sort(key=lambda each: (each.time.total_s, _complexity(each.layout)))
+        self.found.sort(key=lambda each: (each.time.total_s, count_splits(each.layout)))
         return self
 
     def best_by_mesh(self) -> list[RankedLayout]:
@@ -98,12 +98,12 @@ class LayoutSearch:
             best.setdefault((layout.tp, layout.cp, layout.pp, layout.ep), each)
         rows = list(best.values())
         alike = [each for each in rows if each.time.total_s <= ALIKE * rows[0].time.total_s]
-        chosen = min(alike, key=lambda each: (_complexity(each.layout), each.time.total_s))
+        chosen = min(alike, key=lambda each: (count_splits(each.layout), each.time.total_s))
         return [chosen, *(each for each in rows if each is not chosen)]
 
     def best_data_parallel(self) -> RankedLayout | None:
         """Return the fastest layout without tensor, context, pipeline and expert parallelism."""
-        return next((each for each in self.found if _complexity(each.layout) == 0), None)
+        return next((each for each in self.found if count_splits(each.layout) == 0), None)
 
     def _list_layouts(self) -> Iterator[DecoderLayout]:
         question = self.question
@@ -211,6 +211,6 @@ def _why_not_tp(shape: DecoderShape, sequence: int, tp: int) -> str:
     return next((reason for reason, size in rules.items() if size % tp), "")
 
 
-def _complexity(layout: DecoderLayout) -> int:
+def count_splits(layout: DecoderLayout) -> int:
     """Return how many kinds of parallelism a layout has beside that over data."""
     return sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.ep))

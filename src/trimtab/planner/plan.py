@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.cache import ESTIMATES, PLANS, TRACES, code_fingerprint, fingerprint
-from trimtab.errors import WrongUse
-from trimtab.planner.decision import PlanQuestion, choose_plan
+from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
+from trimtab.planner.decision import PlanQuestion, choose_among, choose_plan
 from trimtab.planner.estimator import EstimateCache, TraceEstimator, strip_device, summarize_setting
 from trimtab.planner.estimator_interface import available_bytes
+from trimtab.planner.layout_candidates import (
+    MOST_TRACED_GPUS,
+    add_layouts,
+    explain_formulas,
+    list_spaces,
+    propose_layouts,
+)
+from trimtab.planner.layout_plans import make_layout_plan
 from trimtab.planner.plan_files import collect_fingerprints, read_versions
 from trimtab.planner.space import list_shard_counts
 from trimtab.predict.calibration import own_folder, read_own_calibration
@@ -28,9 +37,9 @@ from trimtab.trace.tracer import NOT_TRACING, family_key, trace_key
 from trimtab.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from trimtab.errors import TrimtabError
+    from trimtab.planner.layout_candidates import LayoutProposal
     from trimtab.planner.search import Evaluation
     from trimtab.predict.traces import Family
     from trimtab.spec import Cluster, Device, Policy, Setting, Trace, Workload
@@ -39,6 +48,11 @@ SLOW_S = 3.0
 """If one round of traces takes longer, the next round is traced ahead."""
 TOO_SLOW_S = 20.0
 """If one round takes longer than this, nothing is traced ahead: a wrong guess would make the search wait."""
+LAYOUTS_TRACED_S = 45.0
+"""Seconds since the start of a plan after which layouts that formulas propose are no longer traced."""
+TRACED_TOO_LONG = "not traced: that takes too long on this machine"
+LEAST_TRACED_S = 15.0
+"""Seconds that tracing them gets in any case."""
 NEXT_RECOMPUTE = {Recompute.NONE: Recompute.SELECTIVE, Recompute.SELECTIVE: Recompute.FULL}
 """The search tries the fastest way of recomputing first."""
 NOT_ESTIMATING = NOT_TRACING - {"predict", "planner"}
@@ -56,6 +70,12 @@ class JobTracer:
     cache: bool = True
     is_ahead: bool = False
     """Whether the next way of recomputing may be traced while the search computes."""
+    has_partner: bool = True
+    """Whether a single micro-batch is traced with another one, for later questions."""
+    started: float = field(default_factory=monotonic)
+    """Moment of `monotonic()` at which the plan was asked for."""
+    ends_at: float | None = None
+    """Moment of `monotonic()` at which tracing fails; None: only by the usual limits."""
     families: dict[str, Family] = field(default_factory=dict)
     is_slow: bool = False
 
@@ -65,21 +85,37 @@ class JobTracer:
         """Return the trace of each setting, or why there is none; `changes` are further job options."""
         start = monotonic()
         self.worker.last = None
-        found = get_traces(
-            self.job,
-            settings,
-            device,
-            overrides={**self.overrides, **changes},
-            clip=self.clip,
-            cache=self.cache,
-            families=self.families,
-            worker=self.worker,
-        )
+        if self.ends_at is not None and start > self.ends_at:
+            return [self._make_timeout()] * len(settings)
+        try:
+            found = get_traces(
+                self.job,
+                settings,
+                device,
+                overrides={**self.overrides, **changes},
+                clip=self.clip,
+                cache=self.cache,
+                families=self.families,
+                worker=self.worker,
+                partner=self.has_partner,
+                timeout_s=None if self.ends_at is None else self.ends_at - start,
+            )
+        except JobFailed:
+            if self.ends_at is None or monotonic() < self.ends_at:
+                raise
+            return [self._make_timeout()] * len(settings)
         seconds = monotonic() - start
         self.is_slow = self.is_slow or seconds > SLOW_S
         if self.is_ahead and self.is_slow and seconds < TOO_SLOW_S:
             self._trace_ahead()
         return found
+
+    def _make_timeout(self) -> TrimtabError:
+        return CannotFollow(
+            f"job {self.job}",
+            found=TRACED_TOO_LONG,
+            cure="Plan again while the machine is less busy, or pin degrees: --pin tp=8.",
+        )
 
     def is_derivable(
         self, setting: Setting, device: Device, changes: dict[str, Any], sizes: Collection[int]
@@ -132,7 +168,7 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
     `samples`, `epochs`. `say` gets each activity in words, `say_best` the best setting so far. With
     `partial`, Ctrl-C returns the best so far as a plan that is not `complete`.
     """
-    given = given or {}
+    given, started = given or {}, monotonic()
     with WorkerProcess() as worker:
         if not (cache and has_summary(job, overrides)):
             # The worker process will be needed: it loads the job while this process reads the workload.
@@ -157,15 +193,102 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
                 clip=clip,
                 cache=cache,
                 is_ahead="recompute" not in policy.pins,
+                started=started,
             )
-            plan = _search_plan(question, tracing, key, say=say, say_best=say_best)
+            plan = _plan_layouts(question, tracing, key, say=say, say_best=say_best)
+            if plan is None:
+                plan = _search_plan(question, tracing, key, say=say, say_best=say_best)
             if not (plan.complete or partial):
                 raise KeyboardInterrupt
             assumed = collect_fingerprints(job, workload, plan.places, read_versions())
             plan = plan.replace(fingerprints=assumed, options=overrides)
-            if plan.complete:
+            if plan.complete and not plan.by_formulas:
                 PLANS.store(plan_key, plan.to_json())
     return plan.replace(folder=str(Path.cwd()))
+
+
+def _plan_layouts(
+    question: PlanQuestion,
+    tracing: JobTracer,
+    key: str,
+    *,
+    say: Callable[[str], None],
+    say_best: Callable[[str], None],
+) -> Plan | None:
+    """Return the plan among layouts that formulas propose; None if they propose none, or none fits."""
+    say("ranking layouts by formulas")
+    proposal = propose_layouts(question, tracing.overrides)
+    if proposal is None:
+        return None
+    why = f"not traced: there are more than {MOST_TRACED_GPUS:,} GPUs"
+    if proposal.is_traced:
+        ends_at = max(tracing.started + LAYOUTS_TRACED_S, monotonic() + LEAST_TRACED_S)
+        limited = replace(tracing, is_ahead=False, has_partner=False, ends_at=ends_at)
+        with _open_estimator(question, limited, key, say=say) as estimator:
+            made = _trace_layouts(proposal, question, estimator, say_best)
+        if made is None or (isinstance(made, TrimtabError) and proposal.needs_search):
+            return None
+        if isinstance(made, Plan):
+            made = add_layouts(made, proposal)
+            if not proposal.needs_search:
+                return made
+            other = _search_plan(question, tracing, key, say=say, say_best=say_best)
+            return min(made, other, key=lambda plan: plan.estimate.step_s or 0.0)
+        why = made.found
+    made = make_layout_plan(
+        proposal.study,
+        proposal.best,
+        job=question.job,
+        workload=question.workload,
+        policy=question.policy,
+        among=proposal.runnable,
+    )
+    return explain_formulas(add_layouts(made, proposal), why)
+
+
+def _trace_layouts(
+    proposal: LayoutProposal,
+    question: PlanQuestion,
+    estimator: TraceEstimator,
+    say_best: Callable[[str], None],
+) -> Plan | TrimtabError | None:
+    """Return the plan among the traced layouts; None if none fits or runs, an error if time is up."""
+    for space in list_spaces(proposal, question):
+        estimator.direct |= {family.mesh.dp_shard for family in space.families}
+        # Data parallelism alone is traced first: it is the safest answer if the time is up.
+        plain = [
+            family
+            for family in space.families
+            if family.mesh.size == family.mesh.data_parallel and family.mesh.ep == 1
+        ]
+        estimator.prepare([(family.setting(family.splits[0]), family.layout) for family in plain[:1]])
+        made = choose_among(space, question, estimator, notice=lambda seen: say_best(_describe_best(seen)))
+        is_failed = isinstance(made, TrimtabError) and made.found != TRACED_TOO_LONG
+        if made is not None and not is_failed:
+            return made
+    return None
+
+
+@contextmanager
+def _open_estimator(
+    question: PlanQuestion, tracing: JobTracer, key: str, *, say: Callable[[str], None]
+) -> Iterator[TraceEstimator]:
+    """Yield an estimator with the cached estimates of a job; store those that it computed, even on errors."""
+    cached = ESTIMATES.load(key, _read_estimates) if tracing.cache else None
+    estimates = cached or EstimateCache()
+    try:
+        yield TraceEstimator(
+            mixes="recompute" not in question.policy.pins,
+            trace_all=tracing.trace_all,
+            is_derivable=tracing.is_derivable,
+            calibration_of=read_own_calibration,
+            say=say,
+            cache=estimates,
+        )
+    finally:
+        if tracing.cache and estimates.changed:
+            estimates.changed = False
+            ESTIMATES.store(key, msgspec.json.encode(estimates))
 
 
 def _search_plan(
@@ -177,23 +300,10 @@ def _search_plan(
     say_best: Callable[[str], None],
 ) -> Plan:
     """Return the plan by a search; store the estimates that it computed, even if it fails."""
-    cached = ESTIMATES.load(key, _read_estimates) if tracing.cache else None
-    estimates = cached or EstimateCache()
-    estimator = TraceEstimator(
-        mixes="recompute" not in question.policy.pins,
-        trace_all=tracing.trace_all,
-        is_derivable=tracing.is_derivable,
-        calibration_of=read_own_calibration,
-        say=say,
-        cache=estimates,
-    )
-    estimator.direct |= direct_shards(list_shard_counts(question.workload, question.cluster, question.policy))
-    try:
+    shards = direct_shards(list_shard_counts(question.workload, question.cluster, question.policy))
+    with _open_estimator(question, tracing, key, say=say) as estimator:
+        estimator.direct |= shards
         return choose_plan(question, estimator, notice=lambda seen: say_best(_describe_best(seen)))
-    finally:
-        if tracing.cache and estimates.changed:
-            estimates.changed = False
-            ESTIMATES.store(key, msgspec.json.encode(estimates))
 
 
 def read_workload(

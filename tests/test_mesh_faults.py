@@ -1,0 +1,68 @@
+"""`trimtab train` survives a killed process and a full memory under schedules of pipelines, cp and tp."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEPS = 6
+FAULTS: list[dict[str, Any]] = [
+    {"kind": "out-of-memory", "step": 2, "rank": 1},
+    {"kind": "kill", "step": 5, "rank": 1},
+]
+WAYS = {
+    "interleaved": (2, "strategy=pipeline,schedule=interleaved-1f1b"),
+    "zero-bubble": (2, "strategy=pipeline,schedule=zero-bubble"),
+    "cp": (2, "cp=2,strategy=fsdp"),
+    "tp and cp": (4, "tp=2,cp=2"),
+}
+
+
+def train(folder: Path, procs: int, *words: str) -> str:
+    """Train a small model with four blocks; return what was printed."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "trimtab", "train", "slm:tiny", "--procs", str(procs)),
+            *("--set", "layers=4", "--set", "seq=32", "--steps", str(STEPS), "--checkpoint-every", "1"),
+            *("--out", str(folder), *words),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def losses_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder, 1)
+    return [row["loss"] for row in read_rows(folder / "log.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_kill_and_a_full_memory_change_no_loss(way: str, tmp_path: Path, losses_alone: list[float]) -> None:
+    procs, pins = WAYS[way]
+    (tmp_path / "faults.json").write_text(json.dumps(FAULTS), encoding="utf-8")
+    folder = tmp_path / "run"
+    train(folder, procs, "--pin", pins, "--faults", str(tmp_path / "faults.json"))
+    losses = [row["loss"] for row in read_rows(folder / "log.jsonl")]
+    assert losses == pytest.approx(losses_alone, rel=1e-4)
+    kinds = {event["kind"] for event in read_rows(folder / "events.jsonl")}
+    assert {"out-of-memory", "lost-rank"} <= kinds
