@@ -107,7 +107,7 @@ def test_only_the_best_meshes_are_traced_and_each_with_its_micro_batch(large: Pl
     assert [len(each) for each in meshes] == [2, 2]
     assert not meshes[0] & meshes[1]
     for family in first.families:
-        assert len(family.splits) == 1
+        assert len(family.splits) <= 2
         assert not family.compile or family.mesh.tp == family.mesh.cp == 1
     assert {family.recompute for family in first.families} >= {Recompute.NONE, Recompute.FULL}
 

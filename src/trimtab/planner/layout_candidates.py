@@ -209,6 +209,9 @@ def _list_families(
     stored = search.estimator.estimate_memory(replace(layout, full_recompute=False)).total
     if stored > HOPELESS * search.question.budget_bytes:
         recomputes = [Recompute.FULL]
+    # One sample at a time is the way out if a step needs more memory than formulas say.
+    samples = setting.micro_batch * setting.accumulation
+    splits = tuple(dict.fromkeys(((setting.micro_batch, setting.accumulation), (1, samples))))
     for recompute in recomputes:
         for compiled in (False,) if is_split(ranked) else (False, True):
             yield Family(
@@ -220,7 +223,7 @@ def _list_families(
                 compile=compiled,
                 workers=count_workers(places, question.policy),
                 global_batch=setting.global_batch,
-                splits=((setting.micro_batch, setting.accumulation),),
+                splits=splits,
             )
 
 
