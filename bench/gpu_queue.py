@@ -752,19 +752,41 @@ def case_named(name: str) -> QueuedCase:
     return next(case for case in queue() if case.id == name)
 
 
-@contextlib.contextmanager
-def exclusive() -> Iterator[None]:
-    """Hold the GPU for what is timed, against the other processes of the queue."""
-    with LOCK.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+class GpuLock:
+    """Lets several processes compile side by side on the GPU, and one process alone use it for what is timed.
+
+    Who waits to be alone closes the gate, so that no other process begins in the meantime.
+    """
+
+    def __init__(self) -> None:
+        self.file, self.gate = LOCK.open("w"), LOCK.with_suffix(".gate").open("w")
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Use the GPU beside others."""
+        fcntl.flock(self.gate, fcntl.LOCK_EX)
+        fcntl.flock(self.file, fcntl.LOCK_SH)
+        fcntl.flock(self.gate, fcntl.LOCK_UN)
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Use the GPU alone; what this process shares is given up before."""
+        fcntl.flock(self.file, fcntl.LOCK_UN)
+        fcntl.flock(self.gate, fcntl.LOCK_EX)
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+            fcntl.flock(self.gate, fcntl.LOCK_UN)
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Run one case in this process."""
+def measure(name: str, *, alone: bool = False) -> dict[str, Any]:
+    """Run one case in this process; a compiled case is compiled beside others unless it needs to be alone."""
     import torch
 
     from trimtab.exams.measure import measure_rank
@@ -776,14 +798,16 @@ def measure(name: str) -> dict[str, Any]:
     # Imports take longer than the steps, and need no lock.
     import_ahead(job)
     torch.zeros(1, device="cuda")
-    hold = contextlib.nullcontext() if case.compile else exclusive()
+    lock = GpuLock()
+    is_shared = case.compile and not alone
+    hold = lock.shared() if is_shared else lock.exclusive()
     try:
         with hold:
             if case.strategy == Strategy.PIPELINE:
                 from bench.stage_cases import measure_stage
 
                 return measure_stage(job, case.setting, case.stage)
-            found = measure_rank(job, case.setting, timing=exclusive if case.compile else None)
+            found = measure_rank(job, case.setting, timing=lock.exclusive if is_shared else None)
     except torch.OutOfMemoryError as error:
         found = {"out_of_memory": str(error).split("\n")[0]}
     return found
@@ -802,17 +826,28 @@ def run(out: Path, seconds: float, workers: int, only: str, packages: str) -> No
     waiting = [case for case in queue() if case.id not in known and matches(case.id, only)]
     _import_once()
     print(f"{time.monotonic() - began:6.1f} s  imported", flush=True)
+    # Compiled cases use the GPU side by side with others, so they come last.
+    waiting.sort(key=lambda case: case.compile)
+    alone: list[QueuedCase] = []
+    retried: set[str] = set()
     running: list[_ForkedCase] = []
-    while waiting or running:
+    while waiting or running or alone:
         left = seconds - (time.monotonic() - began)
+        if not waiting and not running:
+            waiting.append(alone.pop(0))
         while waiting and len(running) < workers:
             case = waiting.pop(0)
             if left > (60 if case.compile or case.kind == "cap" else 15):
                 limit = {"cap": CAP_S}.get(case.kind, COMPILED_S if case.compile else CASE_S)
-                running.append(_ForkedCase(case, min(left, limit), packages))
+                running.append(_ForkedCase(case, min(left, limit), packages, alone=case.id in retried))
         for forked in [forked for forked in running if forked.is_done()]:
             running.remove(forked)
             line = forked.line()
+            if "out_of_memory" in line and forked.case.compile and forked.case.id not in retried:
+                # Others were on the GPU: try again alone.
+                retried.add(forked.case.id)
+                alone.append(forked.case)
+                continue
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             shown = {
@@ -848,8 +883,9 @@ def _import_once() -> None:
 class _ForkedCase:
     """A case that runs in a fork of this process."""
 
-    def __init__(self, case: QueuedCase, limit: float, packages: str) -> None:
+    def __init__(self, case: QueuedCase, limit: float, packages: str, *, alone: bool = False) -> None:
         self.case, self.limit, self.began = case, limit, time.monotonic()
+        self.alone = alone
         self.packages = packages
         self.folder = tempfile.TemporaryDirectory()
         self.status: int | None = None
@@ -865,7 +901,7 @@ class _ForkedCase:
                 os.dup2(handle, number)
             if self.packages:
                 sys.path.append(self.packages)
-            answer(self.case.id)
+            answer(self.case.id, alone=self.alone)
             status = 0
         except BaseException:  # noqa: BLE001 - the parent reads what it was
             traceback.print_exc()
@@ -933,7 +969,7 @@ def _answered_apart(verb: str, case: QueuedCase, limit: float) -> dict[str, Any]
     return line | found | {"took_s": round(time.monotonic() - began, 1)}
 
 
-def answer(name: str) -> None:
+def answer(name: str, *, alone: bool = False) -> None:
     """Print what one case measured, with where it was measured."""
     import torch
 
@@ -950,7 +986,7 @@ def answer(name: str) -> None:
 
         measure_case = framework_cases.measure_recovery if case.options else framework_cases.measure
         framework_cases.import_framework(case.job)
-        with tempfile.TemporaryDirectory() as folder, exclusive():
+        with tempfile.TemporaryDirectory() as folder, GpuLock().exclusive():
             found = measure_case(case.job, case.micro_batch, Path(folder))
     elif case.kind == "losses":
         from bench import float8_losses
@@ -959,7 +995,7 @@ def answer(name: str) -> None:
         lines = float8_losses.compare(Precision(case.precision), sizes, "cuda", 9, [case.job])
         found = {"lines": lines}
     else:
-        found = measure(name)
+        found = measure(name, alone=alone)
     found |= {
         "device": torch.cuda.get_device_name(),
         "torch": str(torch.__version__),

@@ -16,6 +16,7 @@ from trimtab.planner.decision import PlanQuestion
 from trimtab.planner.layout_candidates import LayoutProposal, add_layouts, list_spaces, propose_layouts
 from trimtab.planner.layout_plans import make_layout_plan, make_setting
 from trimtab.planner.plan import JobTracer
+from trimtab.planner.space import build_space
 from trimtab.spec import BatchLoss, Device, Mesh, Objective, Plan, Policy, Recompute, Workload
 from trimtab.trace.server import WorkerProcess
 
@@ -135,6 +136,14 @@ def test_a_plan_says_how_many_layouts_there_were_and_that_the_batch_is_small(lar
     assert "does not fit in memory" in {rejection.why for rejection in made.rejected}
     assert made.runners_up
     assert made.by_formulas
+
+
+def test_split_layers_are_not_compiled() -> None:
+    question = ask("llama-8b", "8xH100", pins={"tp": 8})
+    space = build_space(question.workload, question.cluster, question.policy)
+    assert {(family.mesh.tp, family.compile) for family in space.families} == {(8, False)}
+    with pytest.raises(trimtab.TrimtabError, match="tp=8 with compile=true"):
+        build_space(question.workload, question.cluster, Policy(pins={"tp": 8, "compile": True}))
 
 
 def test_nothing_is_traced_after_the_time_limit() -> None:

@@ -114,6 +114,22 @@ def test_megatron_configs_get_the_degrees(piped: Plan, target: str, tmp_path: Pa
     assert model["pipeline_model_parallel_size"] == 2
 
 
+def test_experts_are_written_for_torchtitan_and_megatron(tmp_path: Path) -> None:
+    made = trimtab.plan_layout(
+        "hf:bench/models/mixtral-8x7b", "2x8xH100", pins=["ep=8,tp=1,pp=1,cp=1,dp_replicate=1"]
+    )
+    assert made.choice.mesh == Mesh(dp_shard=16, ep=8)
+    file = sample("torchtitan", tmp_path)
+    trimtab.apply(made, file)
+    titan = tomllib.loads(file.read_text(encoding="utf-8"))["parallelism"]
+    assert titan["expert_parallel_degree"] == 8
+    file = sample("megatron-bridge", tmp_path)
+    trimtab.apply(made, file)
+    assert yaml.safe_load(file.read_text(encoding="utf-8"))["model"]["expert_model_parallel_size"] == 8
+    with pytest.raises(WrongUse, match="experts over ep=8"):
+        trimtab.apply(made, sample("accelerate", tmp_path))
+
+
 def test_nanotron_gets_the_degrees(piped: Plan, tmp_path: Path) -> None:
     file = sample("nanotron", tmp_path)
     trimtab.apply(piped, file)

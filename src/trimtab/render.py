@@ -1269,18 +1269,24 @@ def _describe_spread(setting: Setting) -> str:
     ...     Setting(strategy=Strategy.HSDP, mesh=mesh, micro_batch=1, accumulation=1, global_batch=16)
     ... )
     'hsdp 2 x 8 x tp 4 x pp 2'
+    >>> _describe_spread(
+    ...     Setting(strategy=Strategy.FSDP, mesh=Mesh(dp_shard=8, ep=4), micro_batch=1, global_batch=8)
+    ... )
+    'fsdp 8 with ep 4'
     """
     from trimtab.strategies import strategy_of
 
     mesh = setting.mesh
-    degrees = {axis: getattr(mesh, axis, 1) for axis in ("cp", "tp", "pp", "ep")}
+    degrees = {axis: getattr(mesh, axis) for axis in ("cp", "tp", "pp")}
     if strategy_of(setting).has_schedule:
         return strategy_of(setting).describe(mesh)
-    if max(degrees.values()) == 1:
+    if max(mesh.ep, *degrees.values()) == 1:
         return setting.strategy.value
     ranks = [str(count) for count in (mesh.dp_replicate, mesh.dp_shard) if count > 1]
     split = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
-    return f"{setting.strategy} " + " x ".join([*(ranks or ["1"]), *split])
+    # Experts are on ranks that have been counted.
+    experts = f" with ep {mesh.ep}" * (mesh.ep > 1)
+    return f"{setting.strategy} " + " x ".join([*(ranks or ["1"]), *split]) + experts
 
 
 def _describe_headroom(plan: Plan) -> str:

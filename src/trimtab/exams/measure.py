@@ -139,6 +139,7 @@ def measure_rank(
         time_step()
     with timing() if timing is not None else nullcontext():
         times = [time_step() for _ in range(TIMED)]
+        loss = float(steps.run_step(state, batches, clip=clip))
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
@@ -147,7 +148,7 @@ def measure_rank(
         # Arithmetic on weights without values is faster than on real ones, so it is not reported.
         "step_s": statistics.median(times) if has_values else None,
         **({} if has_values else {"step_s_without_values": statistics.median(times)}),
-        "loss": float(steps.run_step(state, batches, clip=clip)),
+        "loss": loss,
     }
 
 

@@ -81,6 +81,7 @@ BUDGET_OF_ONE_DEVICE = (
     "the whole model without shards"
 )
 EXPERTS_NOT_COMPILED = "trimtab does not compile experts on different ranks"
+TENSOR_NOT_COMPILED = "trimtab does not compile layers that ranks split between them"
 CONTEXT_NOT_COMPILED = "trimtab does not compile attention over split sequences"
 NOT_COMPILED_OFFLOADED = (
     "compile with activations on the host: compiled code decides itself which activations it stores"
@@ -293,6 +294,10 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
     if has_budget(pins) and pins.get("compile") is False:
         wrong.append(
             (BUDGET_IS_COMPILED, "pin compile=true, or recompute=selective or another way without a budget")
+        )
+    if pins.get("compile") and (pins.get("tp") or 1) > 1:
+        wrong.append(
+            (f"tp={pins['tp']} with compile=true: {TENSOR_NOT_COMPILED}", "leave one of the two out")
         )
     if pins.get("compile") and (pins.get("cp") or 1) > 1:
         wrong.append(

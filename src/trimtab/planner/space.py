@@ -20,6 +20,7 @@ from trimtab.planner.pins import (
     IN_BACKWARD,
     NOT_COMPILED_OFFLOADED,
     NOT_COMPILED_SYNCHRONISED,
+    TENSOR_NOT_COMPILED,
     find_contradictions,
     find_wrong_degree,
     has_budget,
@@ -522,6 +523,8 @@ def _explain_not_compiled(strategy: Strategy, mesh: Mesh) -> str:
     """Return why a strategy or its mesh is not compiled; empty if it is."""
     if why := STRATEGIES[strategy].why_not_compiled:
         return f"{strategy} compiled: {why}"
+    if mesh.tp > 1:
+        return f"tp={mesh.tp} compiled: {TENSOR_NOT_COMPILED}"
     if mesh.ep > 1:
         return f"ep={mesh.ep} compiled: {EXPERTS_NOT_COMPILED}"
     return f"cp={mesh.cp} compiled: {CONTEXT_NOT_COMPILED}" if mesh.cp > 1 else ""
