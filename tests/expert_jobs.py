@@ -26,7 +26,8 @@ class StackedExperts(nn.Module):
         for expert in range(self.inward.shape[0]):
             token, choice = torch.where(index == expert)
             inner = functional.gelu(hidden[token] @ self.inward[expert]) @ self.outward[expert]
-            output = output.index_add(0, token, inner * weights[token, choice, None])
+            weighted = inner * weights[token, choice, None]
+            output = output.index_add(0, token, weighted.to(output.dtype))
         return output
 
 
@@ -38,12 +39,13 @@ class Block(nn.Module):
         self.feed = StackedExperts(experts, width)
         # A large number sends all tokens to the same experts.
         self.favourite = favourite
+        self.weight_dtype: torch.dtype | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = self.norm(hidden).flatten(0, 1)
         scores = self.router(tokens)
         scores = scores - self.favourite * torch.arange(scores.shape[-1], dtype=scores.dtype)
-        weights, index = torch.topk(torch.softmax(scores, -1), 2)
+        weights, index = torch.topk(torch.softmax(scores, -1, dtype=self.weight_dtype), 2)
         fed: torch.Tensor = self.feed(tokens, index, weights)
         return hidden + fed.view_as(hidden)
 
@@ -85,6 +87,17 @@ class Named(trimtab.Job):
     def dataset(self) -> list[torch.Tensor]:
         torch.manual_seed(1)
         return [self.batch(1)[0] for _ in range(self.samples)]
+
+
+class Float32Router(Named):
+    """The weights of the choices are float32, whatever the dtype of the tokens."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for block in model.get_submodule("blocks").children():
+            assert isinstance(block, Block)
+            block.weight_dtype = torch.float32
+        return model
 
 
 class Lonely(Named):

@@ -20,7 +20,17 @@ import trimtab
 from trimtab.engine.expert_parallel import check_experts, find_experts
 from trimtab.engine.expert_rules import refuse_expert_split
 from trimtab.errors import WrongUse
-from trimtab.spec import BaseFormat, IncidentKind, Mesh, Offload, Recompute, Setting, Strategy, Work
+from trimtab.spec import (
+    BaseFormat,
+    IncidentKind,
+    Mesh,
+    Offload,
+    Precision,
+    Recompute,
+    Setting,
+    Strategy,
+    Work,
+)
 from trimtab.strategies import STRATEGIES
 from trimtab.strategies.base import Traffic
 from trimtab.training.run import Run
@@ -123,6 +133,32 @@ def test_experts_on_different_ranks_learn_what_one_process_learns(
 
 
 @pytest.mark.slow
+def test_a_recomputed_block_gives_the_experts_the_dtypes_of_the_forward_pass() -> None:
+    """Routers return float32 on a GPU, and FSDP of torch 2.11 casts it in the forward pass only."""
+    setting = make_setting(
+        Strategy.FSDP, dp_shard=2, ep=2, recompute=Recompute.FULL, precision=Precision.BF16
+    )
+    ((trained,), _) = everywhere(2, train_uncast, setting, free_port(), timeout_s=120)
+    assert trained[-1] < trained[0]
+
+
+def train_uncast(setting: Setting, port: int) -> list[list[float]]:
+    """Train with an FSDP that casts no inputs when a block is recomputed."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    state_class: Any = FSDPState
+    cast = state_class._cast_forward_inputs  # noqa: SLF001 - another version of it
+
+    def cast_in_forward(state: Any, args: Any, kwargs: Any) -> Any:
+        is_recomputed = state._training_state is TrainingState.PRE_BACKWARD  # noqa: SLF001
+        return (args, kwargs) if is_recomputed else cast(state, args, kwargs)
+
+    state_class._cast_forward_inputs = cast_in_forward  # noqa: SLF001
+    os.environ["MASTER_PORT"] = str(port)
+    return [train_steps(setting, "Float32Router", torch.float32)[0]]
+
+
 @pytest.mark.parametrize(
     "setting",
     [

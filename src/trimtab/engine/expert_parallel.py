@@ -100,6 +100,8 @@ class ExpertGroup:
         """Names of the modules of experts."""
         self.record: Callable[[Any], None] | None = None
         """Called just before each collective."""
+        self.input_dtype: torch.dtype | None = None
+        """What FSDP casts the inputs of experts to."""
         self._group = mesh.get_group()
         self._imbalance = imbalance
         self._is_fake = dist.get_backend(self._group) == "fake"
@@ -311,10 +313,9 @@ class SplitExperts:
     ) -> torch.Tensor:
         """Send tokens to their experts, run the module's own forward pass, and collect the results."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            # Products are computed in this dtype, so that nothing wider has to be sent.
-            tokens = tokens.to(torch.get_autocast_dtype(kind))
+        if self._group.input_dtype is not None:
+            # FSDP of torch 2.11 casts inputs in the forward pass, and not when a block is recomputed.
+            tokens, weights = tokens.to(self._group.input_dtype), weights.to(self._group.input_dtype)
         index = index.reshape(tokens.shape[0], -1)
         route, experts = self._plan_route(index)
         order = torch.argsort(index.reshape(-1), stable=True)

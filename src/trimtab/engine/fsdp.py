@@ -470,6 +470,8 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
 
         fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload)
 
+    if experts is not None:
+        experts.input_dtype = cast
     expert_modules = set() if experts is None else {id(model.get_submodule(name)) for name in experts.layers}
     moved_tensors: MovedTensors = {}
     for unit in (*find_shard_units(model), model):

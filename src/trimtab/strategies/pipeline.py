@@ -47,7 +47,7 @@ class PipelineStrategy(ParallelStrategy):
     time_assumptions = (
         (
             "pipeline: the time of the ranks between the second and the last follows from that of the second "
-            "by the work of their layers; a pipeline was never measured"
+            "by the work of their layers; a pipeline was never measured on several GPUs"
         ),
     )
     why_not_compiled = "a stage ends in the middle of the model, which a compiler cannot follow"
