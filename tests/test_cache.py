@@ -83,6 +83,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "schedule": {"schedule": "zero-bubble"},
     "virtual_stages": {"schedule": "interleaved-1f1b", "virtual_stages": 2},
+    "stage_layers": {"stage_layers": (3, 1)},
+    "expert_imbalance": {"expert_imbalance": 2.0},
     "shares": {"shares": (Share(samples=8, micro_batch=4, accumulation=2),)},
 }
 

@@ -49,6 +49,8 @@ WORTH_A_NOTE = 0.03
 """Share of the step that a layout of another trainer has to save to be named."""
 HOPELESS = 1.3
 """Memory over the limit from which a layout without recomputation is not traced."""
+FORMULA_DTYPES = Precision.BF16.dtypes
+"""What the formulas assume."""
 FREE_PINS = frozenset({"workers", "allocator"})
 """Pins that formulas need not know."""
 NOT_COMPILED = "trimtab does not compile steps with tp, cp or ep"
@@ -106,7 +108,8 @@ def _study_question(question: PlanQuestion, overrides: Mapping[str, Any]) -> Lay
     if workload.is_indivisible or workload.cached or not workload.sample_length or not _are_alike(cluster):
         return None
     device = cluster.devices[0]
-    if find_speed(device, None) is None or pick_precision(cluster.devices, policy) is not Precision.BF16:
+    dtypes = pick_precision(cluster.devices, policy).dtypes
+    if find_speed(device, None) is None or dtypes != FORMULA_DTYPES:
         return None
     try:
         shape, _ = read_decoder_shape(question.job)

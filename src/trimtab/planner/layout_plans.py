@@ -30,10 +30,9 @@ from trimtab.spec import (
     Schedule,
     Setting,
     StepTime,
-    Strategy,
     Verdict,
 )
-from trimtab.strategies import find_training_refusal
+from trimtab.strategies import find_training_refusal, strategy_by_degrees
 from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -232,16 +231,16 @@ def make_setting(layout: DecoderLayout) -> Setting:
     Ranks that shard only the states of the optimizer, as in Megatron-LM, have copies of the weights.
     """
     copies, shards = layout.dp_replicate, layout.dp_shard
-    splits = {layout.tp, layout.cp, layout.ep} != {1}
-    if layout.sharding is Sharding.OPTIMIZER and layout.ep == 1:
+    is_split = {layout.tp, layout.cp, layout.ep} != {1}
+    has_copies = layout.sharding is Sharding.OPTIMIZER and layout.ep == 1
+    if has_copies:
         copies, shards = layout.dp, 1
-        strategy = Strategy.DDP
-    elif layout.pp > 1 and not splits and shards == 1:
-        strategy = Strategy.PIPELINE
-    else:
-        strategy = Strategy.HSDP if copies > 1 else Strategy.FSDP
-    if layout.gpus == 1:
-        strategy = Strategy.SINGLE
+    is_alone = layout.gpus == 1
+    strategy = strategy_by_degrees(
+        replicated=not is_alone and (has_copies or copies > 1),
+        sharded=not is_alone and not has_copies,
+        staged=not has_copies and layout.pp > 1 and not is_split and shards == 1,
+    )
     degrees = {axis: degree for axis in AXES if (degree := getattr(layout, axis)) > 1}
     return Setting(
         strategy=strategy,

@@ -51,12 +51,14 @@ def strategy_of(setting: Setting) -> ParallelStrategy:
     return STRATEGIES[setting.strategy]
 
 
-def strategy_by_degrees(*, replicated: bool, sharded: bool) -> Strategy:
-    """Return the strategy of a config that says how many replicas and shards there are.
+def strategy_by_degrees(*, replicated: bool, sharded: bool, staged: bool = False) -> Strategy:
+    """Return the strategy of a config that says how many replicas, shards and stages there are.
 
     >>> strategy_by_degrees(replicated=True, sharded=True).value
     'hsdp'
     """
+    if staged:
+        return next(strategy.word for strategy in STRATEGIES.values() if strategy.has_schedule)
     degrees = (replicated, sharded)
     return next(strategy.word for strategy in STRATEGIES.values() if strategy.degrees == degrees)
 
