@@ -36,7 +36,7 @@ from trimtab.spec import (
 from trimtab.spec.trace import CONTEXT
 from trimtab.training.run import Run
 from trimtab.training.task import build_cpu_setting, divide_setting
-from worlds import Drill, everywhere, free_port, together, world_of
+from worlds import Drill, everywhere, free_port, measure_gap, together, world_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -424,16 +424,6 @@ def trained_alone(job_names: list[str]) -> dict[str, Any]:
         ((losses, weights, _),) = everywhere(1, train_steps, alone, name)
         found[name] = losses, weights
     return found
-
-
-def measure_gap(found: Any, expected: Any) -> float:
-    """Return the largest relative difference of losses and weights."""
-    gaps = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found[0], expected[0], strict=True)]
-    gaps += [
-        float((ours - theirs).abs().max() / theirs.abs().max())
-        for ours, theirs in zip(found[1], expected[1], strict=True)
-    ]
-    return float(max(gaps))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -34,7 +34,7 @@ from trimtab.spec import (
 from trimtab.strategies import STRATEGIES
 from trimtab.strategies.base import Traffic
 from trimtab.training.run import Run
-from worlds import Drill, everywhere, free_port
+from worlds import Drill, everywhere, free_port, measure_gap
 
 STEPS, BATCH = 3, 8
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -85,16 +85,6 @@ def train_all(cases: list[tuple[Setting, str, torch.dtype]], port: int) -> list[
         os.environ["MASTER_PORT"] = str(port + number)
         found.append(train_steps(*case)[:2])
     return found
-
-
-def measure_gap(found: Any, expected: Any) -> float:
-    """Return the largest relative difference of losses and weights."""
-    gaps = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found[0], expected[0], strict=True)]
-    gaps += [
-        float((ours - theirs).abs().max() / theirs.abs().max())
-        for ours, theirs in zip(found[1], expected[1], strict=True)
-    ]
-    return float(max(gaps))
 
 
 JOBS = (("Named", torch.float64), ("Mixtral", torch.float64), ("Grouped", torch.float32))

@@ -161,3 +161,13 @@ def world_of(size: int, rank: int, store: Path) -> Iterator[bool]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def measure_gap(found: Any, expected: Any) -> float:
+    """Return the largest relative difference of losses and weights."""
+    gaps = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found[0], expected[0], strict=True)]
+    gaps += [
+        float((ours - theirs).abs().max() / theirs.abs().max())
+        for ours, theirs in zip(found[1], expected[1], strict=True)
+    ]
+    return float(max(gaps))

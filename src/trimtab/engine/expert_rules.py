@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trimtab.engine.tensor_rules import refuse_combination
 from trimtab.errors import WrongUse
 from trimtab.spec import OptimizerRule
 from trimtab.strategies import strategy_of
@@ -29,10 +30,4 @@ def refuse_expert_split(setting: Setting) -> None:
         "sync_batchnorm": setting.sync_batchnorm,
         "compile": setting.compile,
     }
-    option = next((name for name, is_used in options.items() if is_used), "")
-    if option:
-        raise WrongUse(
-            f"ep {ep} with {option}",
-            found="trimtab does not run the two together",
-            cure="Leave one of the two out.",
-        )
+    refuse_combination(f"ep {ep}", options)

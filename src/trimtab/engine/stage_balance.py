@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trimtab.engine.tensor_plan import run_on_meta
+from trimtab.engine.tensor_plan import READ_NUMBER, assume_number, run_on_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,9 +133,8 @@ class _WorkCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name == "_local_scalar_dense":
-            # No value is known. Mostly code asks whether it can take a shorter way: it can.
-            return args[0].dtype is torch.bool or 1
+        if name == READ_NUMBER:
+            return assume_number(args[0])
         out = func(*args, **(kwargs or {}))
         if not self.is_muted:
             self.add(_count_elements(func, name, args, kwargs or {}, out))

@@ -283,6 +283,18 @@ def _follow_data(model: nn.Module, run_loss: RunLoss | None) -> tuple[DataFlow |
     return (None, failure) if failure else (follower.finish(), "")
 
 
+READ_NUMBER = "_local_scalar_dense"
+"""Operation that reads a number from a tensor."""
+
+
+def assume_number(tensor: torch.Tensor) -> bool | int:
+    """Return what code on the meta device reads from a tensor, where no value is known.
+
+    Mostly code asks whether it can take a shorter way: it can.
+    """
+    return tensor.dtype is torch.bool or 1
+
+
 def run_on_meta(model: nn.Module, run_loss: RunLoss, mode: TorchDispatchMode, handles: Sequence[Any]) -> str:
     """Run the loss on the meta device under a mode, then remove the hooks; return why it failed, or nothing.
 
@@ -387,9 +399,8 @@ class _Follower(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name == "_local_scalar_dense":
-            # No value is known. Mostly code asks whether it can take a shorter way: it can.
-            return args[0].dtype is torch.bool or 1
+        if name == READ_NUMBER:
+            return assume_number(args[0])
         out = func(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         each = [self.labels(tensor) for tensor in inputs]

@@ -31,10 +31,15 @@ def refuse_tensor_split(setting: Setting) -> None:
         "sync_batchnorm": setting.sync_batchnorm,
         "compile": setting.compile,
     }
+    refuse_combination(f"tp {setting.mesh.tp}", options)
+
+
+def refuse_combination(split: str, options: dict[str, bool]) -> None:
+    """Raise WrongUse if one of the options is used, none of which runs with a way to split the model."""
     option = next((name for name, is_used in options.items() if is_used), "")
     if option:
         raise WrongUse(
-            f"tp {setting.mesh.tp} with {option}",
+            f"{split} with {option}",
             found="trimtab does not run the two together",
             cure="Leave one of the two out.",
         )
