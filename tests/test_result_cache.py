@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from trimtab.trace.result_cache import ResultCache, ResultKind, find_result_kind
 
@@ -97,7 +96,7 @@ def test_a_trace_is_the_same_with_remembered_results(
 
 
 def has_memory_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return StorageWeakRef(tensor.untyped_storage()) == StorageWeakRef(other.untyped_storage())
+    return tensor.untyped_storage() is other.untyped_storage()
 
 
 def test_results_have_the_layout_and_the_memory_that_torch_gives_them() -> None:
