@@ -139,8 +139,7 @@ def _find_call_costs(works: list[Work], backward: range, facts: StepFacts, *, se
     """Return what the Python code of torch's checkpoint costs the host, for each call of a module.
 
     A trace does not mark which operations of the backward pass are computed again, but it has the calls of
-    their modules. They run the mean number of operations of a call of the forward pass. Each operation but a
-    cast is taken to save one tensor.
+    their modules. They run the mean number of operations of a call of the forward pass.
     """
     repeats = [place for place in backward if _is_module_call(works[place])]
     again = len(repeats)
@@ -149,7 +148,7 @@ def _find_call_costs(works: list[Work], backward: range, facts: StepFacts, *, se
     if not again or not calls:
         return CallCosts(0.0, 0.0, 0.0)
     share = min(1.0, again / calls)
-    saved = sum(work.kernels > 0 and work.op not in CASTS for work in forward) / calls
+    saved = sum(map(_saves_tensor, forward)) / calls
     watched = sum(work.kind not in {"call", "wait"} for work in forward) / calls if selective else 0.0
     forward_s = share * (saved * facts.saved_s + watched * facts.watched_s)
     fresh = [sum(works[place].fresh for place in places) for places in (range(backward.start), backward)]
@@ -160,6 +159,12 @@ def _find_call_costs(works: list[Work], backward: range, facts: StepFacts, *, se
         + _count_blocks(repeats) * facts.block_s / again,
         repeated=min(1.0, share * fresh[0] / fresh[1]) if fresh[1] else 0.0,
     )
+
+
+def _saves_tensor(work: Work) -> bool:
+    """Return whether an operation is taken to save a tensor for the backward pass: any float but a cast."""
+    is_float = work.dtype.startswith(("float", "bfloat", "tf32"))
+    return work.kernels > 0 and is_float and work.op not in CASTS
 
 
 def _count_blocks(calls: list[int]) -> int:
