@@ -106,6 +106,7 @@ def requested_setting(request: EstimateRequest, *, any_batch: bool = False) -> t
         schedule=request.schedule,
         virtual_stages=request.virtual_stages,
         gpus=request.gpus if request.gpus is not None else len(where.devices),
+        pp=request.pp,
         tp=request.tp,
         cp=request.cp,
         cp_method=request.cp_method,
@@ -116,7 +117,7 @@ def requested_setting(request: EstimateRequest, *, any_batch: bool = False) -> t
         allocator=request.allocator,
         sync_batchnorm=request.sync_batchnorm,
         nodes=len(where.nodes),
-        **_spread_of(request.job, request.strategy, request.options),
+        **_spread_of(request.job, request.strategy, request.options, stages=request.pp),
     )
     refuse_in_backward(setting)
     return where, setting
@@ -261,6 +262,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     gpus: int,
     optimizer: str,
     allocator: str,
+    pp: int = 1,
     tp: int = 1,
     cp: int = 1,
     cp_method: str = "ring",
@@ -294,10 +296,10 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         Setting,
         Strategy,
     )
-    from trimtab.strategies import STRATEGIES, strategy_by_degrees
+    from trimtab.strategies import STRATEGIES, make_staged_mesh, strategy_by_degrees
 
     rules = STRATEGIES[_read_word(Strategy, strategy, "strategy")]
-    if max(tp, cp, ep) > 1 and not rules.needs_several_gpus:
+    if max(pp, tp, cp, ep) > 1 and not rules.needs_several_gpus:
         # The GPUs that are left share the weights of every part of a layer.
         rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     if compile and rules.needs_several_gpus:
@@ -313,8 +315,13 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
-    _refuse_below_one(micro_batch=micro_batch, tp=tp, cp=cp, ep=ep, expert_imbalance=expert_imbalance)
-    mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
+    _refuse_below_one(
+        micro_batch=micro_batch, pp=pp, tp=tp, cp=cp, ep=ep, expert_imbalance=expert_imbalance
+    )
+    if pp == 1:
+        mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
+    else:
+        rules, mesh = make_staged_mesh(rules, gpus, pp, nodes=nodes, tp=tp, cp=cp, ep=ep)
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
@@ -469,16 +476,20 @@ def module_classes(
     return {path: known[path] for path in sorted(bare) if path in known}
 
 
-def _spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -> dict[str, int]:
+def _spread_of(
+    job: Any, strategy: str, options: dict[str, Any] | None = None, *, stages: int = 1
+) -> dict[str, int]:
     """Return what a strategy has to know of a job; reading a job by name runs its file.
 
     Branch and hybrid ask how many branches it has; hybrid, whose branches may take different numbers of
     micro-batches, and pipeline, which idles for as long as one, ask for the global batch.
     """
     from trimtab.jobs.load import find_job_name
-    from trimtab.strategies import STRATEGIES
+    from trimtab.strategies import STRATEGIES, strategy_by_degrees
     from trimtab.trace.job_summary import summarize_job
 
+    if stages > 1:
+        strategy = strategy_by_degrees(replicated=False, sharded=False, staged=True)
     # A word that is no strategy is refused where the setting is made.
     facts = STRATEGIES[strategy].job_facts if strategy in STRATEGIES else ()
     if not facts:
