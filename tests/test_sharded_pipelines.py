@@ -23,8 +23,8 @@ from test_ways import (
     resumed,
     suspected,
 )
-from trimtab.engine import fsdp
 from trimtab.spec import Mesh, Recompute, Schedule, Setting, Strategy
+from trimtab.strategies import limits
 from worlds import Drill, everywhere
 
 pytestmark = pytest.mark.usefixtures("doubles")
@@ -63,9 +63,9 @@ def four_ranks(folder: str) -> dict[str, Any]:
         found["recomputed"] = piped(sharded(micro=1, recompute=Recompute.FULL, **SCHEDULES["interleaved"]))
     with among(4):
         # Every micro-batch scatters its gradients, as on a device with little memory.
-        fsdp._CPU_BYTES, before = 1, fsdp._CPU_BYTES
+        limits.KEEPS_WHOLE, before = 0.0, limits.KEEPS_WHOLE
         found["scattered"] = piped(sharded(micro=1))
-        fsdp._CPU_BYTES = before
+        limits.KEEPS_WHOLE = before
     with among(4):
         found["evaluated"] = evaluated_loss(sharded())
     with among(4):
@@ -107,7 +107,7 @@ def test_sharded_stages_learn_what_one_process_learns(tmp_path: Path) -> None:
 def eight_ranks() -> Any:
     """Train two stages with two copies of two shards each, and a failure."""
     torch.set_default_dtype(torch.float64)
-    fsdp._CPU_BYTES = 1
+    limits.KEEPS_WHOLE = 0.0
     with among(8):
         return piped(sharded(micro=1, dp_replicate=2), clip=0.3, drill=Drill(("backward", 1, 5)))
 

@@ -315,9 +315,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
-    _refuse_below_one(
-        micro_batch=micro_batch, pp=pp, tp=tp, cp=cp, ep=ep, expert_imbalance=expert_imbalance
-    )
+    _refuse_below_one(micro_batch=micro_batch, pp=pp, tp=tp, cp=cp, ep=ep, expert_imbalance=expert_imbalance)
     if pp == 1:
         mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
     else:

@@ -26,7 +26,6 @@ from trimtab.render import (
 )
 from trimtab.spec.requests import ApplyRequest, ShowRequest
 from trimtab.strategies import strategy_of
-from trimtab.strategies.base import Wrapping
 from trimtab.units import format_bytes, format_duration, format_value
 
 if TYPE_CHECKING:

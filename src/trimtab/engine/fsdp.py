@@ -37,6 +37,7 @@ from trimtab.engine.tensor_parallel import TensorSplitter
 from trimtab.errors import WrongUse
 from trimtab.spec import Offload
 from trimtab.strategies import limits
+from trimtab.strategies.schedules import Pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -236,6 +237,8 @@ class ShardedGradients:
     @property
     def is_rehearsed(self) -> bool:
         """Whether the collectives of all kinds of passes are recorded."""
+        if self._shards is not None:
+            return any(stage_pass.ends_step for stage_pass in self._sequences)  # type: ignore[attr-defined]
         return self._alone or len(self._sequences.keys() - {FORWARD}) > 1
 
     def before_forward(self) -> None:
@@ -305,6 +308,9 @@ class ShardedGradients:
 
         A hook is also missing if the last pass of a rank is that of a stage without trainable weights.
         """
+        assert self._shards is not None  # noqa: S101 - only pipelines have passes
+        if stage_pass.kind is Pass.WEIGHT:
+            _accumulate_gradients((*self._shards.blocks[stage_pass.place], *self._shards.outside))
         if stage_pass.ends_stage or stage_pass.ends_step:
             self._model._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -407,6 +413,19 @@ class ShardedGradients:
                     fsdp_param.unsharded_accumulated_grad = None
                     if hasattr(fsdp_param, "_unsharded_param"):
                         fsdp_param._unsharded_param.grad = None
+
+
+def _accumulate_gradients(modules: Sequence[Any]) -> None:
+    """Add gradients that autograd has just made to those of earlier passes, in the dtype of reductions.
+
+    Gradients that the backward pass made before have that dtype already, and FSDP sends one dtype only.
+    """
+    for module in modules:
+        for unit in _parameter_groups(module):
+            for fsdp_param in unit.fsdp_params:
+                if hasattr(fsdp_param, "_unsharded_param"):
+                    fsdp_param.accumulate_unsharded_grad_if_needed()
+                    fsdp_param.to_accumulated_grad_if_needed()
 
 
 def _list_local_gradients(parameters: list[Any]) -> list[torch.Tensor]:
@@ -551,8 +570,9 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
     """Move a model to the device and shard it: unit by unit, then the rest.
 
     Units that are not in the model any more are left out. With `relay`, the model has the stages of one rank
-    of a pipeline, which are returned; else None. With `plan`, the ranks of a tensor-parallel group first split the layers of each unit. With `experts`,
-    each rank keeps its experts of a unit, which are sharded over the ranks with the same experts.
+    of a pipeline, which are returned; else None. With `plan`, the ranks of a tensor-parallel group split
+    the layers of each unit first. With `experts`, each rank keeps its experts of a unit, sharded over the
+    ranks with the same experts.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -670,7 +690,12 @@ def _refuse_scalars(model: nn.Module, setting: Setting) -> None:
         )
 
 
-def move_module(module: nn.Module, device: str, moved_tensors: MovedTensors, fill: FillTensor | None) -> None:
+def move_module(
+    module: nn.Module,
+    device: str,
+    moved_tensors: MovedTensors,
+    fill: Callable[[torch.Tensor], None] | None,
+) -> None:
     """Move the parameters and buffers of a module to a device, except those already sharded.
 
     `moved_tensors` makes sure that a tensor with two names stays one tensor. A tensor on the meta device has
@@ -709,8 +734,8 @@ def _move_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
 def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any, Any]:
     """Return the device meshes over which a sharded setting shards, splits layers, and has pipeline stages.
 
-    The last two are None if there is one rank along that axis. Ranks that split sequences hold different shards: weights
-    are cut over both, as in torchtitan. A mesh holds real tensors even while tracing.
+    The last two are None if there is one rank along that axis. Ranks that split sequences hold different
+    shards: weights are cut over both, as in torchtitan. A mesh holds real tensors even while tracing.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
@@ -729,4 +754,4 @@ def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any, Any]:
     with _disable_current_modes():
         every = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
         data = every if tuple(axes) == data_axes else every[data_axes]
-        return data, *(every[name] if name in axes else None for name in ("tp", "pp"))
+        return data, every["tp"] if mesh.tp > 1 else None, every["pp"] if mesh.pp > 1 else None

@@ -104,7 +104,9 @@ def make_staged_mesh(  # noqa: PLR0913 - the degrees are named
         )
     if cp * ep > 1:
         axis = "cp" if cp > 1 else "ep"
-        raise WrongUse(f"{given} --{axis} {max(cp, ep)}", found=NOT_STAGED, cure=f"Leave --{axis} or --pp out.")
+        raise WrongUse(
+            f"{given} --{axis} {max(cp, ep)}", found=NOT_STAGED, cure=f"Leave --{axis} or --pp out."
+        )
     ranks = gpus // pp
     inner = STRATEGIES[usual_strategy(ranks)[0]] if rules.has_schedule else rules
     mesh = Mesh()

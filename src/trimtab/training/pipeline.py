@@ -103,7 +103,7 @@ class PipelineRunner:
         self.relay: BlockRelay
         """The relay of the stages of this rank; set when the stages are installed."""
         self.gradients: Gradients
-        """The gradients of this rank; set when the model is prepared."""
+        """The gradients of this rank; set before passes with gradients."""
         self.weight_gradients = WeightGradients() if schedule.splits_backward else None
         """Computes weight gradients later than those of activations; None if the schedule does not."""
         self._device = device
@@ -150,8 +150,8 @@ class PipelineRunner:
         """Run all micro-batches of a window, forward and backward; return None if this rank succeeded.
 
         `forward` takes a micro-batch and the index of a stage of this rank, and returns the output.
-        `backward` takes that output, and its gradient unless it is the loss. Unless `completes`, gradients are
-        not summed over ranks.
+        `backward` takes that output, and its gradient unless it is the loss. Unless `completes`, ranks do not
+        sum their gradients.
         """
         self._failure = None
         self._free_tensors()

@@ -232,8 +232,6 @@ def prepare(
         statistics=arranged.statistics,
         context=arranged.context,
     )
-    if stage is not None:
-        stage.pipe.gradients = prepared.gradients
     prepared.losses += [prepared, *(replace(prepared, **other) for other in others)]
     return prepared
 
