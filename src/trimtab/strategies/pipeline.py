@@ -213,6 +213,13 @@ class PipelineStrategy(ParallelStrategy):
         cut = shards * (mesh.dp_shard > 1) + explain_tensor_ranks(mesh)
         return f"the layers are cut in {mesh.pp} stages{copies}{cut}"
 
+    def config_form(self, setting: Setting) -> Setting:
+        """Return the strategy of the ranks of a stage, beside which frameworks have a degree of stages."""
+        mesh = setting.mesh
+        if mesh.dp_shard > 1:
+            return setting.replace(strategy=Strategy.HSDP if mesh.dp_replicate > 1 else Strategy.FSDP)
+        return setting if mesh.dp_replicate == 1 else setting.replace(strategy=Strategy.DDP)
+
 
 class ShardedPipelineStrategy(PipelineStrategy):
     """Stages whose weights, gradients and optimizer state are cut over several ranks each, by FSDP2."""
