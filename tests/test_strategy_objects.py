@@ -24,7 +24,7 @@ from trimtab.spec import Mesh, Policy, Schedule, Setting, Strategy, Trace, Work
 from trimtab.strategies import (
     STRATEGIES,
     find_training_refusal,
-    make_staged_mesh,
+    make_mesh,
     one_micro_batch,
     one_replica,
     strategy_of,
@@ -364,17 +364,17 @@ def test_only_pinned_degrees_give_sharded_stages() -> None:
     ],
 )
 def test_the_strategy_says_what_the_gpus_of_a_stage_hold(word: str, mesh: Mesh) -> None:
-    assert make_staged_mesh(STRATEGIES[word], 8, 2, nodes=4) == (STRATEGIES["pipeline"].on(mesh), mesh)
-    assert make_staged_mesh(STRATEGIES[word], 8, 8)[1] == Mesh(pp=8)
+    assert make_mesh(STRATEGIES[word], 8, pp=2, nodes=4) == (STRATEGIES["pipeline"].on(mesh), mesh)
+    assert make_mesh(STRATEGIES[word], 8, pp=8)[1] == Mesh(pp=8)
 
 
 def test_stages_that_cannot_be_are_refused() -> None:
     fsdp = STRATEGIES["fsdp"]
     for found, call in (
-        ("do not divide by 3", lambda: make_staged_mesh(fsdp, 8, 3)),
-        ("shards or copies", lambda: make_staged_mesh(STRATEGIES["branch"], 8, 2)),
-        ("does not split sequences", lambda: make_staged_mesh(fsdp, 8, 2, cp=2)),
-        ("does not split sequences", lambda: make_staged_mesh(fsdp, 8, 2, ep=2)),
+        ("do not divide by 3", lambda: make_mesh(fsdp, 8, pp=3)),
+        ("shards or copies", lambda: make_mesh(STRATEGIES["branch"], 8, pp=2)),
+        ("does not split sequences", lambda: make_mesh(fsdp, 8, pp=2, cp=2)),
+        ("does not split sequences", lambda: make_mesh(fsdp, 8, pp=2, ep=2)),
     ):
         with pytest.raises(WrongUse, match=found):
             call()

@@ -296,10 +296,11 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         Setting,
         Strategy,
     )
-    from trimtab.strategies import STRATEGIES, make_staged_mesh, strategy_by_degrees
+    from trimtab.strategies import STRATEGIES, make_mesh, strategy_by_degrees
 
     rules = STRATEGIES[_read_word(Strategy, strategy, "strategy")]
-    if max(pp, tp, cp, ep) > 1 and not rules.needs_several_gpus:
+    degrees = {"pp": pp, "tp": tp, "cp": cp, "ep": ep}
+    if max(degrees.values()) > 1 and not rules.needs_several_gpus:
         # The GPUs that are left share the weights of every part of a layer.
         rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     if compile and rules.needs_several_gpus:
@@ -315,11 +316,8 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
-    _refuse_below_one(micro_batch=micro_batch, pp=pp, tp=tp, cp=cp, ep=ep, expert_imbalance=expert_imbalance)
-    if pp == 1:
-        mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
-    else:
-        rules, mesh = make_staged_mesh(rules, gpus, pp, nodes=nodes, tp=tp, cp=cp, ep=ep)
+    _refuse_below_one(micro_batch=micro_batch, expert_imbalance=expert_imbalance, **degrees)
+    rules, mesh = make_mesh(rules, gpus, nodes=nodes, branches=branches, **degrees)
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)

@@ -25,7 +25,7 @@ __all__ = [
     "STRATEGIES",
     "ParallelStrategy",
     "find_training_refusal",
-    "make_staged_mesh",
+    "make_mesh",
     "one_micro_batch",
     "one_replica",
     "strategy_by_degrees",
@@ -71,23 +71,26 @@ def strategy_by_speed() -> ParallelStrategy:
     return next(strategy for strategy in STRATEGIES.values() if strategy.shares_by_speed)
 
 
-def make_staged_mesh(  # noqa: PLR0913 - the degrees are named
+def make_mesh(  # noqa: PLR0913 - the degrees are named
     rules: ParallelStrategy,
     gpus: int,
-    pp: int,
     *,
     nodes: int = 1,
+    branches: int = 0,
+    pp: int = 1,
     tp: int = 1,
     cp: int = 1,
     ep: int = 1,
 ) -> tuple[ParallelStrategy, Mesh]:
-    """Return the strategy and mesh of `pp` stages, whose GPUs hold what `rules` says; raise if it cannot be.
+    """Return a strategy with its usual mesh; raise if there is none.
 
-    A strategy of stages has copies of each of them.
+    With `pp` stages, `rules` say what the GPUs of a stage hold; a strategy of stages has copies of each.
 
-    >>> make_staged_mesh(STRATEGIES["fsdp"], 8, 2)[1].dp_shard
+    >>> make_mesh(STRATEGIES["fsdp"], 8, pp=2)[1].dp_shard
     4
     """
+    if pp == 1:
+        return rules, rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
     given = f"--pp {pp}"
     if gpus % pp:
         legal = [str(each) for each in range(1, gpus + 1) if gpus % each == 0]
