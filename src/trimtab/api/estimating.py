@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trimtab.api.detecting import detect
 from trimtab.spec.requests import EstimateRequest, accepts
@@ -285,7 +285,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     Every rank takes one micro-batch; in a pipeline, and if branches have different numbers of ranks, as many
     as `global_batch` needs. With `any_batch`, a schedule that cannot have so many gets some more.
     """
-    from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
         BaseFormat,
@@ -304,18 +303,10 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         # The GPUs that are left share the weights of every part of a layer.
         rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     if compile and rules.needs_several_gpus:
-        raise WrongUse(
-            f"--compile with --strategy {strategy}",
-            found="compiled code is estimated on one device only",
-            cure="Leave one of the two out.",
-        )
+        _refuse_with_strategy("--compile", strategy, "compiled code is estimated on one device only")
     _refuse_eager_budget(way := _read_word(Recompute, recompute, "recompute"), compiled=compile)
     if sync_batchnorm and rules.why_not_synchronised:
-        raise WrongUse(
-            f"--sync-batchnorm with --strategy {strategy}",
-            found=rules.why_not_synchronised,
-            cure="Leave one of the two out.",
-        )
+        _refuse_with_strategy("--sync-batchnorm", strategy, rules.why_not_synchronised)
     _refuse_below_one(micro_batch=micro_batch, expert_imbalance=expert_imbalance, **degrees)
     rules, mesh = make_mesh(rules, gpus, nodes=nodes, branches=branches, **degrees)
     whole = micro_batch * mesh.data_parallel
@@ -344,6 +335,13 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     setting = _add_micro_batches(setting, rules) if any_batch else setting
     _refuse_illegal(setting, rules)
     return setting
+
+
+def _refuse_with_strategy(flag: str, strategy: str, found: str) -> NoReturn:
+    """Raise: an option does not go with a strategy."""
+    from trimtab.errors import WrongUse
+
+    raise WrongUse(f"{flag} with --strategy {strategy}", found=found, cure="Leave one of the two out.")
 
 
 def _refuse_below_one(**numbers: float) -> None:

@@ -236,10 +236,9 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         expert_modules: names of the modules of experts; without them, they are found by their form.
     """
     _refuse_combinations(setting)
-    strategy = strategy_of(setting)
-    if strategy.wrapping not in ARRANGED:
-        raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
-    sharded = strategy.is_sharded
+    sharded = strategy_of(setting).is_sharded
+    if (wrapping := strategy_of(setting).wrapping) not in ARRANGED:
+        raise NotImplementedError(f"arrange_model does not know {wrapping}")
     split = StageSplit() if install_stage is None else find_stage_split(model, setting, follow)
     context = arrange_context(model, setting)
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
@@ -249,20 +248,18 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     apply_loss_form(model, setting.loss)
     tensor_plan = find_tensor_plan(model, setting.mesh.tp, follow) if setting.mesh.tp > 1 else None
     experts = arrange_experts(model, setting, device, expert_modules)
-    recomputed = enable_recompute(model, setting.recompute)
-    entries = entries or EntryPoints()
-    offload = None
-    if Offload.ACTIVATIONS in setting.offload:
-        offload = enable_activation_offload(model, entries, device, compiled=setting.compile)
+    recomputed, entries = enable_recompute(model, setting.recompute), entries or EntryPoints()
+    moves = Offload.ACTIVATIONS in setting.offload
+    offload = enable_activation_offload(model, entries, device, compiled=setting.compile) if moves else None
     # Without the blocks of other stages, the list is none of equal blocks any more.
     units = find_shard_units(model) if sharded else []
     relay = None if install_stage is None else install_stage(model, split)
+    shards = None
     if not sharded:
         move_module(model, device, {}, None)
-    if equalise is not None and not sharded:
-        equalise(model)
-    shards = None
-    if sharded:
+        if equalise is not None:
+            equalise(model)
+    else:
         shards = shard_model(
             model, setting, device, fill, units=units, relay=relay, plan=tensor_plan, experts=experts
         )

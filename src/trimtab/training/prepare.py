@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -163,12 +164,6 @@ def prepare(
     def equalise(model: nn.Module) -> None:
         synchronize_tensors([entry for entry, _ in _list_tensors(model, groups, own_prefix())], device)
 
-    def fill(tensor: torch.Tensor, is_of_stage: bool) -> None:
-        if not is_of_stage:
-            broadcast_tensor(tensor)
-        elif groups.stage_ranks > 1:
-            broadcast_tensor(tensor, groups.stage_first, groups.stage_group)
-
     several = groups.size > 1
     arranged = arrange_model(
         model,
@@ -178,7 +173,7 @@ def prepare(
         entries=EntryPoints() if request.job is None else find_entries(request.job, model),
         install_stage=stage,
         equalise=equalise if several else None,
-        fill=fill if several else None,
+        fill=functools.partial(_fill_tensor, groups) if several else None,
         reduced=lambda model: list_reduced(model, groups, own_prefix()),
         mid_backward=on_gradient,
         follow=make_meta_loss(request.job, setting),
@@ -409,6 +404,14 @@ def _list_tensors(
                 )
             tensors.append((entry, is_buffer))
     return tensors
+
+
+def _fill_tensor(groups: RankGroups, tensor: torch.Tensor, is_of_stage: bool) -> None:
+    """Give all ranks, or all ranks of this pipeline stage, the first one's values of a tensor."""
+    if not is_of_stage:
+        broadcast_tensor(tensor)
+    elif groups.stage_ranks > 1:
+        broadcast_tensor(tensor, groups.stage_first, groups.stage_group)
 
 
 def _is_inside(name: str, prefix: str | None) -> bool:
