@@ -127,7 +127,7 @@ def find_training_refusal(setting: Setting) -> Refusal | None:
     mesh, strategy = setting.mesh, strategy_of(setting)
     if mesh.pp > 1 and not strategy.has_schedule:
         return Refusal(
-            f"pp {mesh.pp} with ranks that split sequences, or hold different experts or optimizer states",
+            f"pp {mesh.pp} with ranks that split layers or sequences, or hold different experts or states",
             "Use torchtitan or Megatron-LM, or plan with --pin pp=1.",
         )
     if mesh.ep > 1 and mesh.tp > 1:
