@@ -17,7 +17,7 @@ from trimtab.spec.requests import ExploreRequest
 def explore(request: ExploreRequest, *, json: Json = False) -> None:
     """Try configurations of a job on a page in your browser.
 
-    The page is served on 127.0.0.1 until Ctrl-C, to whoever has its address. It shows memory, step time,
+    The page is served on 127.0.0.1 until Ctrl-C, under an address with a token. It shows memory, step time,
     tokens/s, hours and cost of what you choose. Nothing is fetched from the network. The job's code takes a
     few steps on tensors without memory.
     """

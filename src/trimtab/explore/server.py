@@ -1,4 +1,4 @@
-"""Serve the page on 127.0.0.1, to whoever has the address with its token, until it is stopped."""
+"""Serve the page on 127.0.0.1 until it is stopped, under an address with a random token."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ExploreServer(ThreadingHTTPServer):
 
 
 class ExploreHandler(BaseHTTPRequestHandler):
-    """Answers requests that name the token, come to 127.0.0.1, and come from the page itself."""
+    """Answers requests that have the token, for 127.0.0.1, from the page itself."""
 
     server: ExploreServer
     server_version = f"trimtab/{VERSION}"
