@@ -102,7 +102,8 @@ class QueuedCase:
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
     framework: a training with another framework and our callback, where `job` names the framework;
-    losses: compiled fp8 against eager fp8, where `job` names the variant."""
+    losses: compiled fp8 against eager fp8, where `job` names the variant; host: what single layers cost the
+    host (bench/host_ops.py)."""
 
     @property
     def job_name(self) -> str:
@@ -724,6 +725,16 @@ def _quality() -> list[QueuedCase]:
     ]
 
 
+def _host() -> list[QueuedCase]:
+    """What the host needs: single layers, and whole jobs so small that the device waits for the host."""
+    small = [
+        QueuedCase(f"tiny-{name}-b{2 * rounds}", job, 2, options=options, accumulation=rounds)
+        for rounds in (1, 4)
+        for name, (job, _, options) in QUALITY.items()
+    ]
+    return [QueuedCase("host-layers", "", kind="host"), *small]
+
+
 def queue() -> list[QueuedCase]:
     """Every case, most informative first."""
     zoo = _zoo()
@@ -737,6 +748,7 @@ def queue() -> list[QueuedCase]:
         *_expert_ranks(),
         *_ranks(),
         *_built_in(),
+        *_host(),
         *_quality(),
         *_scaled(),
         *eager[:30],
@@ -994,6 +1006,11 @@ def answer(name: str, *, alone: bool = False) -> None:
         sizes = {"layers": 2, "vocabulary": 32_000, "seq": 512}
         lines = float8_losses.compare(Precision(case.precision), sizes, "cuda", 9, [case.job])
         found = {"lines": lines}
+    elif case.kind == "host":
+        from bench import host_ops
+
+        with GpuLock().exclusive():
+            found = {"layers": host_ops.measure_layers()}
     else:
         found = measure(name, alone=alone)
     found |= {
@@ -1082,7 +1099,7 @@ def compare(out: Path, only: str, predictions: Path) -> None:
     for line in read_results(out):
         if line.get("failed") or line.get("out_of_memory") or not matches(line["id"], only):
             continue
-        if line["case"]["kind"] == "losses":
+        if line["case"]["kind"] in {"losses", "host"}:
             continue  # Nothing is predicted.
         if line["case"]["kind"] == "cap":
             found = {"least_bytes": line["error"]}
