@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from tests.browser import CHROMIUM, WHY_NOT, Browser
 
 import trimtab
+from browser import CHROMIUM, WHY_NOT, Browser
 from trimtab.api.exploring import open_explorer
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.explore.choices import ExploreChoice
