@@ -140,13 +140,14 @@ class Block(nn.Module):
     def __init__(self, number):
         super().__init__()
         self.norm = nn.LayerNorm(64)
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.mix, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 256), nn.Linear(256, 64)
         self.scale = self.pick_scale(number)
 
     def pick_scale(self, number):
         return 1.0
 
     def forward(self, x):
+        x = x + self.mix(torch.tanh(x))
         return x + self.scale * F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
 
 

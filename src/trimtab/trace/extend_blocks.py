@@ -15,12 +15,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.trace.workspace_formulas import count_launches
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from trimtab.spec import Trace, Work
 
@@ -124,9 +124,8 @@ Entry = int | str
 class Program:
     """A trace as a list of entries that can be compared with those of another trace."""
 
-    def __init__(self, trace: Trace, blocks: str) -> None:
+    def __init__(self, trace: Trace, blocks: str, *, reuses: bool = False) -> None:
         self.trace = trace
-        self.entries: list[Entry] = list(_list_entries(trace))
         names = [_mask_block_number(name, blocks) for name in trace.module_names]
         self.numbers = [_block_number(name, blocks) for name in trace.module_names]
         rules = {number: trace.causes[at] for number, at in trace.caused}
@@ -141,6 +140,10 @@ class Program:
             for index in range(len(trace.sizes))
         ]
         """Everything about each allocation except its size."""
+        # Consecutive frees are sorted, as torch may free in any order.
+        describe = [f"{size} {kind}" for size, kind in zip(trace.sizes, self.kinds, strict=True)]
+        sort_key = (lambda free: describe[~free]) if reuses else (lambda free: -free)
+        self.entries: list[Entry] = list(_list_entries(trace, sort_key))
         self.positions = {
             entry: at for at, entry in enumerate(self.entries) if isinstance(entry, int) and entry >= 0
         }
@@ -173,8 +176,8 @@ class Program:
         return self.positions[~self.number(at)]
 
 
-def _list_entries(trace: Trace) -> Iterator[Entry]:
-    """Yield the order with phase names; consecutive frees are sorted, as torch may free in any order."""
+def _list_entries(trace: Trace, sort_key: Callable[[int], Any]) -> Iterator[Entry]:
+    """Yield the order with phase names; consecutive frees are sorted."""
     begins: dict[int, list[str]] = {}
     for name, at in trace.marks.items():
         begins.setdefault(at, []).append(name)
@@ -182,7 +185,7 @@ def _list_entries(trace: Trace) -> Iterator[Entry]:
     for at in range(len(trace.order) + 1):
         number = trace.order[at] if at < len(trace.order) else 0
         if frees and (number >= 0 or at in begins):
-            yield from sorted(frees, reverse=True)
+            yield from sorted(frees, key=sort_key)
             frees = []
         yield from begins.get(at, ())
         if at == len(trace.order):
@@ -247,7 +250,7 @@ class _Extension:
         self.reuses = reuses
         self.alive: dict[Hashable, list[int]] = {}
         """Allocations that are not freed yet, by everything about them; only with `reuses`."""
-        self.few, self.more = Program(few, blocks), Program(more, blocks)
+        self.few, self.more = (Program(trace, blocks, reuses=reuses) for trace in (few, more))
         self.blocks, self.traced, self.extra = blocks, traced, total - traced
         self.zones = match_blocks(
             self.few.tokens(sized=True),
