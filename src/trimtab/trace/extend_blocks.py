@@ -141,7 +141,7 @@ class Program:
         ]
         """Everything about each allocation except its size."""
         # Consecutive frees are sorted, as torch may free in any order.
-        describe = [f"{size} {kind}" for size, kind in zip(trace.sizes, self.kinds, strict=True)]
+        describe = [(str(kind), size) for kind, size in zip(self.kinds, trace.sizes, strict=True)]
         sort_key = (lambda free: describe[~free]) if reuses else (lambda free: -free)
         self.entries: list[Entry] = list(_list_entries(trace, sort_key))
         self.positions = {
