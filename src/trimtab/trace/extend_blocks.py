@@ -29,6 +29,10 @@ FEW_BLOCKS = 3
 """Blocks of the smaller model: the first and the last block, and their neighbours, may be special."""
 
 
+TRIALS = ("tuning", "trial")
+"""Operations of inductor's benchmarks, which run once for each kernel or product."""
+
+
 class BlocksDiffer(Exception):  # noqa: N818 - not an error: the result is None
     """Two traces are not of the same program with one more block."""
 
@@ -258,6 +262,7 @@ class _Extension:
             self.few.tokens(sized=False),
             self.more.tokens(sized=False),
         )
+        self._check_trials()
         self.put_before = [0, *accumulate(zone.length for zone in self.zones)]
         self.order: list[int] = []
         self.sources: list[int] = []
@@ -317,6 +322,14 @@ class _Extension:
             checkpoint_bytes=self._extrapolate(few.checkpoint_bytes, more.checkpoint_bytes),
             host_sizes=_repeat_insertion(few.host_sizes, more.host_sizes, self.extra),
         )
+
+    def _check_trials(self) -> None:
+        """Check that no block repeats what compiled code tries out once, such as kernel configurations."""
+        for zone in self.zones:
+            entries = self.more.entries[zone.begin : zone.end]
+            numbers = [entry for entry in entries if isinstance(entry, int) and entry >= 0]
+            if any(self.more.trace.op_names[self.more.trace.ops[number]] in TRIALS for number in numbers):
+                raise BlocksDiffer("each block tries something out")
 
     def _extrapolate(self, few: int, more: int) -> int:
         return more + self.extra * (more - few)
