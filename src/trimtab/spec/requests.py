@@ -210,6 +210,13 @@ TensorParallel = Annotated[
         "strategy single means fsdp over the rest of the GPUs."
     ),
 ]
+PipelineParallel = Annotated[
+    int,
+    option(
+        "Pipeline parallelism: number of stages. The strategy then says what the GPUs of a stage hold: "
+        "shards of it (fsdp, hsdp; single means fsdp), or copies (ddp, pipeline)."
+    ),
+]
 ContextParallel = Annotated[
     int,
     option(
@@ -406,6 +413,7 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     schedule: ScheduleName = "1f1b"
     virtual_stages: VirtualStages = None
     gpus: GpuCount = None
+    pp: PipelineParallel = 1
     tp: TensorParallel = 1
     cp: ContextParallel = 1
     cp_method: ContextMethodName = "ring"
@@ -447,6 +455,7 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     schedule: ScheduleName = "1f1b"
     virtual_stages: VirtualStages = None
     gpus: GpuCount = None
+    pp: PipelineParallel = 1
     tp: TensorParallel = 1
     cp: ContextParallel = 1
     cp_method: ContextMethodName = "ring"
