@@ -102,7 +102,8 @@ class QueuedCase:
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs;
     framework: a training with another framework and our callback, where `job` names the framework;
-    losses: compiled fp8 against eager fp8, where `job` names the variant."""
+    losses: compiled fp8 against eager fp8, where `job` names the variant; host: what single layers cost the
+    host (bench/host_ops.py)."""
 
     @property
     def job_name(self) -> str:
@@ -724,6 +725,16 @@ def _quality() -> list[QueuedCase]:
     ]
 
 
+def _host() -> list[QueuedCase]:
+    """What the host needs: single layers, and whole jobs so small that the device waits for the host."""
+    small = [
+        QueuedCase(f"tiny-{name}-b{2 * rounds}", job, 2, options=options, accumulation=rounds)
+        for rounds in (1, 4)
+        for name, (job, _, options) in QUALITY.items()
+    ]
+    return [QueuedCase("host-layers", "", kind="host"), *small]
+
+
 def queue() -> list[QueuedCase]:
     """Every case, most informative first."""
     zoo = _zoo()
@@ -737,6 +748,7 @@ def queue() -> list[QueuedCase]:
         *_expert_ranks(),
         *_ranks(),
         *_built_in(),
+        *_host(),
         *_quality(),
         *_scaled(),
         *eager[:30],
@@ -994,6 +1006,11 @@ def answer(name: str, *, alone: bool = False) -> None:
         sizes = {"layers": 2, "vocabulary": 32_000, "seq": 512}
         lines = float8_losses.compare(Precision(case.precision), sizes, "cuda", 9, [case.job])
         found = {"lines": lines}
+    elif case.kind == "host":
+        from bench import host_ops
+
+        with GpuLock().exclusive():
+            found = {"layers": host_ops.measure_layers()}
     else:
         found = measure(name, alone=alone)
     found |= {
@@ -1026,6 +1043,7 @@ def predict(case: QueuedCase) -> dict[str, float]:
     """Today's prediction of a case."""
     from trimtab.catalog.clusters import parse_cluster
     from trimtab.predict.estimate import estimate_trace
+    from trimtab.predict.memory import add_accumulation
     from trimtab.trace.request import TraceRequest
     from trimtab.trace.tracer import trace_setting
 
@@ -1037,7 +1055,17 @@ def predict(case: QueuedCase) -> dict[str, float]:
     if case.strategy == Strategy.PIPELINE:
         trace = next(rank for rank in trace.ranks if rank.part == case.stage).replace(beside=())
     found = estimate_trace(trace, case.setting, cluster.devices[0], cluster=cluster)[0]
+    found = add_accumulation(found, trace, case.setting)
     step_s = found.step_s
+    if step_s is not None and case.accumulation > 1 and any(work.fresh for work in trace.works):
+        # All micro-batches of a measured step are the same, so only the first one brings new shapes.
+        known = trace.replace(works=tuple(work.replace(fresh=False) for work in trace.works))
+        single = case.setting.replace(accumulation=1, global_batch=case.micro_batch)
+        times = [
+            estimate_trace(form, setting, cluster.devices[0], cluster=cluster)[0].step_s or 0.0
+            for form, setting in ((trace, single), (known, case.setting), (known, single))
+        ]
+        step_s = times[0] + times[1] - times[2]
     if step_s is not None and found.step_time is not None:
         # Ranks of many are measured alone, with collectives that move nothing, and wait for nobody.
         step_s -= found.step_time.communication_s + found.step_time.bubble_s
@@ -1082,7 +1110,7 @@ def compare(out: Path, only: str, predictions: Path) -> None:
     for line in read_results(out):
         if line.get("failed") or line.get("out_of_memory") or not matches(line["id"], only):
             continue
-        if line["case"]["kind"] == "losses":
+        if line["case"]["kind"] in {"losses", "host"}:
             continue  # Nothing is predicted.
         if line["case"]["kind"] == "cap":
             found = {"least_bytes": line["error"]}
