@@ -94,7 +94,6 @@ class JobChoices:
             "bases": [word.value for word in BaseFormat],
             "seq": self._describe_number(self.seq_name),
             "lora": self._describe_number(LORA),
-            "to": self.request.to or "",
             "start": msgspec.to_builtins(first),
         }
 

@@ -31,7 +31,7 @@ export const showFigures = (list, figures) => {
 const percent = (share) => `${share < 0.0995 && share > 0 ? (100 * share).toFixed(1) : (100 * share).toFixed(0)} %`;
 
 // A part keeps its element from answer to answer, so that it keeps the focus.
-export const showParts = (list, parts, onOpen = null) => {
+export const showParts = (list, parts) => {
   const known = new Map([...list.children].map((item) => [item.dataset.part, item]));
   const items = parts.map(({ name, shown, share }) => {
     let item = known.get(name);
@@ -40,11 +40,7 @@ export const showParts = (list, parts, onOpen = null) => {
         make("span", { class: `swatch ${name}`, "aria-hidden": "true" }), make("span", { class: "name" }, name),
         make("span", { class: "size" }), make("span", { class: "share" }),
       ];
-      const row = onOpen
-        ? make("button", { type: "button", class: "part", "aria-expanded": "false" }, ...cells)
-        : make("div", { class: "part" }, ...cells);
-      item = make("li", { "data-part": name }, row);
-      if (onOpen) row.addEventListener("click", () => onOpen(name, item, row));
+      item = make("li", { "data-part": name }, make("div", { class: "part" }, ...cells));
     }
     item.querySelector(".size").textContent = shown;
     item.querySelector(".share").textContent = percent(share);

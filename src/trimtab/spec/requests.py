@@ -497,10 +497,6 @@ class ExploreRequest(JobOnDevices, frozen=True, kw_only=True):
     allocator: AllocatorName = "default"
     clip: Clip = None
     price: Annotated[float | None, option("Price of one GPU for one hour.", minimum=0.0)] = None
-    to: Annotated[
-        str | None,
-        option("Config file that the page offers to write into, with a diff first.", metavar="FILE[:PATH]"),
-    ] = None
     options: JobOptions = None
     port: Annotated[int, option("Port on 127.0.0.1; default: any free one.", metavar="N", minimum=0)] = 0
     browser: Annotated[bool, option("Print the address and open no browser.", "--no-browser")] = True
