@@ -6,10 +6,6 @@ are read from memory three times. On CUDA a Triton kernel reads them twice and w
 
 from __future__ import annotations
 
-import functools
-import importlib
-from typing import Any
-
 import torch
 
 LIBRARY = torch.library.Library("trimtab", "FRAGMENT")
@@ -35,21 +31,15 @@ def overwrite_logits(logits: torch.Tensor, labels: torch.Tensor, shares: torch.T
 
 
 def _overwrite_on_cuda(logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    kernel = _load_kernel()
-    if kernel is None or logits.dtype not in KERNEL_DTYPES or logits.stride(1) != 1 or not logits.numel():
+    # Importing Triton takes a while, and only a GPU needs it.
+    from trimtab.jobs.triton_loss import HAS_TRITON, launch
+
+    can_launch = HAS_TRITON and logits.dtype in KERNEL_DTYPES and logits.stride(1) == 1
+    if not can_launch or not logits.numel():
         return overwrite_logits(logits, labels, shares)
     losses = torch.empty_like(shares)
-    kernel.launch(logits, labels.contiguous(), shares.contiguous(), losses)
+    launch(logits, labels.contiguous(), shares.contiguous(), losses)
     return losses
-
-
-@functools.cache
-def _load_kernel() -> Any:
-    """Return the module of the Triton kernel; None where torch came without Triton, as on Windows."""
-    try:
-        return importlib.import_module("trimtab.jobs.triton_loss")
-    except ImportError:
-        return None
 
 
 def _know_sizes(logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
