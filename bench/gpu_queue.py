@@ -1043,6 +1043,7 @@ def predict(case: QueuedCase) -> dict[str, float]:
     """Today's prediction of a case."""
     from trimtab.catalog.clusters import parse_cluster
     from trimtab.predict.estimate import estimate_trace
+    from trimtab.predict.memory import add_accumulation
     from trimtab.trace.request import TraceRequest
     from trimtab.trace.tracer import trace_setting
 
@@ -1054,7 +1055,17 @@ def predict(case: QueuedCase) -> dict[str, float]:
     if case.strategy == Strategy.PIPELINE:
         trace = next(rank for rank in trace.ranks if rank.part == case.stage).replace(beside=())
     found = estimate_trace(trace, case.setting, cluster.devices[0], cluster=cluster)[0]
+    found = add_accumulation(found, trace, case.setting)
     step_s = found.step_s
+    if step_s is not None and case.accumulation > 1 and any(work.fresh for work in trace.works):
+        # All micro-batches of a measured step are the same, so only the first one brings new shapes.
+        known = trace.replace(works=tuple(work.replace(fresh=False) for work in trace.works))
+        single = case.setting.replace(accumulation=1, global_batch=case.micro_batch)
+        times = [
+            estimate_trace(form, setting, cluster.devices[0], cluster=cluster)[0].step_s or 0.0
+            for form, setting in ((trace, single), (known, case.setting), (known, single))
+        ]
+        step_s = times[0] + times[1] - times[2]
     if step_s is not None and found.step_time is not None:
         # Ranks of many are measured alone, with collectives that move nothing, and wait for nobody.
         step_s -= found.step_time.communication_s + found.step_time.bubble_s

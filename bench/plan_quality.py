@@ -3,6 +3,8 @@
     python bench/plan_quality.py plan             plans of the jobs below for an H200; needs no GPU
     python bench/plan_quality.py measure [JOB..]  every candidate that fits, the plans' choices, the finders
     python bench/plan_quality.py table            what was measured, as Markdown
+    python bench/plan_quality.py choose [JOB..]   plans of eleven jobs at full depth; needs no GPU
+    python bench/plan_quality.py shares           their share of the best of `quality-*` in gpu_results.jsonl
 
 The jobs are unlike on purpose, and of few layers, so that two dozen candidates of each can be compiled within
 minutes. A candidate is a micro-batch, a precision, a way of recomputing, and compiled or not; its throughput
@@ -23,9 +25,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.gpu_queue import DEVICE, QUALITY, read_results
+from bench.gpu_queue import RESULTS as GPU_RESULTS
+
 from trimtab.spec import OptimizerImplementation, Precision, Recompute, Setting
 
 HERE = Path(__file__).parent
+FULL_PLANS = HERE / "full_depth_plans.json"
 PLANS, RESULTS = HERE / "plan_quality_plans.json", HERE / "plan_quality.json"
 JOBS: dict[str, dict[str, Any]] = {
     "gpt2": {"job": "HFGPT2", "options": {"layers": 2}, "batch": 64, "micro": [32, 64], "finder": 512},
@@ -342,6 +350,59 @@ def table(_: list[str]) -> None:
         print(f"| {key} | {words(best)} | {words(mine)} | {share:.1%} | {others[0]} | {others[1]} |")
 
 
+def choose(keys: list[str]) -> None:
+    """What trimtab picks for the jobs of `gpu_queue.QUALITY`, at full depth."""
+    import trimtab
+
+    plans = json.loads(FULL_PLANS.read_text(encoding="utf-8")) if FULL_PLANS.exists() else {}
+    for key in keys:
+        job, batch, options = QUALITY[key]
+        start = time.perf_counter()
+        name = job if ":" in job else name_of({"job": job})
+        made = trimtab.plan(name, DEVICE, global_batch=batch, options=options)
+        print(key, made.choice, f"{time.perf_counter() - start:.0f} s", flush=True)
+        step_s = made.estimate.step_s
+        plans[key] = {"choice": made.choice.to_builtins(), "step_s": step_s}
+        FULL_PLANS.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
+
+
+def shares(_: list[str]) -> None:
+    """The measured throughput of each choice over that of the best measured setting, as Markdown."""
+    plans = json.loads(FULL_PLANS.read_text(encoding="utf-8"))
+    lines = [line for line in read_results(GPU_RESULTS) if line["id"].startswith("quality-")]
+    print("| job, global batch | settings that ran | best measured | the plan | of the best |")
+    print("|---|--:|---|---|--:|")
+    for key, plan in plans.items():
+        own = [line for line in lines if line["id"].split("-")[1] == key and line.get("step_s")]
+        best = min(own, key=lambda line: line["step_s"])
+        mine = next((line for line in own if is_choice(line["case"], plan["choice"])), None)
+        choice = describe_case(plan["choice"])
+        if mine is None:
+            print(f"| {key}, {QUALITY[key][1]:,} | {len(own)} | {timed(best)} | {choice} | not measured |")
+            continue
+        share = best["step_s"] / mine["step_s"]
+        chosen = "the same" if mine is best else timed(mine)
+        print(f"| {key}, {QUALITY[key][1]:,} | {len(own)} | {timed(best)} | {chosen} | {share:.1%} |")
+
+
+def is_choice(case: dict[str, Any], choice: dict[str, Any]) -> bool:
+    """Whether a measured case is the setting that a plan chose."""
+    names = ("micro_batch", "precision", "recompute", "compile")
+    return all(case[name] == choice[name] for name in names)
+
+
+def describe_case(case: dict[str, Any]) -> str:
+    """A setting in a few words."""
+    again = "" if case["recompute"] == "none" else f", recompute {case['recompute']}"
+    rounds = f" x {case['accumulation']}" if case["accumulation"] > 1 else ""
+    return f"{case['micro_batch']:,}{rounds}{again}{', compiled' if case['compile'] else ''}"
+
+
+def timed(line: dict[str, Any]) -> str:
+    """A measured case in a few words."""
+    return f"{describe_case(line['case'])}: {line['step_s'] * 1e3:,.1f} ms"
+
+
 def words(row: dict[str, Any]) -> str:
     """A candidate in a few words."""
     again = "" if row["recompute"] == "none" else f", recompute {row['recompute']}"
@@ -355,5 +416,7 @@ if __name__ == "__main__":
         warm(rest[0], int(rest[1]))
     elif verb == "all":
         measure_all(rest[0])
+    elif verb in {"choose", "shares"}:
+        {"choose": choose, "shares": shares}[verb](rest or list(QUALITY))
     else:
         {"plan": plan, "measure": measure, "table": table}[verb](rest or list(JOBS))

@@ -27,7 +27,7 @@ from trimtab.training.process_group import RankGroups
 if TYPE_CHECKING:
     from torch import nn
 
-    from trimtab.engine.pipeline_stage import StageSplit
+    from trimtab.engine.pipeline_stage import BlockRelay, StageSplit
     from trimtab.spec import Setting
     from trimtab.training.pipeline import PassKey
 
@@ -64,7 +64,7 @@ class LocalStage:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.gpus)
         self.pipe = LocalRunner(groups, torch.device(device), setting.schedule, setting.virtual_stages)
 
-        def install(model: nn.Module, split: StageSplit) -> None:
+        def install(model: nn.Module, split: StageSplit) -> BlockRelay:
             self.pipe.relay, _ = keep_stage(
                 model,
                 stage,
@@ -76,6 +76,7 @@ class LocalStage:
             )
             if self.pipe.weight_gradients is not None:
                 self.pipe.weight_gradients.install(model)
+            return self.pipe.relay
 
         # The GPU makes values faster than the host, where a trainer builds the model.
         with use_build_defaults(setting.dtypes, device):
@@ -117,7 +118,8 @@ class LocalStage:
                 output.backward(gradient)  # type: ignore[no-untyped-call]
 
         phase.gradients.start_attempt()
-        failure = self.pipe.run(micro_batches, forward, backward, phase.gradients.prepare_micro_batch)
+        self.pipe.gradients = phase.gradients
+        failure = self.pipe.run(micro_batches, forward, backward)
         if failure is not None:
             raise torch.OutOfMemoryError(failure.why)
         phase.gradients.finish_attempt(None, rounds)

@@ -122,11 +122,13 @@ class Browser:
         elif method == "Network.requestWillBeSent":
             self.asked.append(str(params["request"]["url"]))
 
-    def open(self, file: Path) -> None:
-        """Load a page and wait until it is there."""
-        self.call("Page.navigate", url=file.resolve().as_uri())
+    def open(self, place: Path | str) -> None:
+        """Load a file or an address, and wait until it is there."""
+        url = place if isinstance(place, str) else place.resolve().as_uri()
+        self.call("Page.navigate", url=url)
         deadline = time.monotonic() + PATIENCE_S
-        while self.asks("document.readyState + ' ' + location.protocol") != "complete file:":
+        there = f"complete {url.partition(':')[0]}:"
+        while self.asks("document.readyState + ' ' + location.protocol") != there:
             assert time.monotonic() < deadline, "the page does not load"
             time.sleep(0.02)
 
@@ -158,6 +160,41 @@ class Browser:
     def point(self, x: float, y: float) -> None:
         """Move the pointer."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def wait_for(self, expression: str) -> Any:
+        """Wait until an expression on the page is true, and return it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (value := self.asks(expression)):
+            assert time.monotonic() < deadline, f"never true: {expression}"
+            time.sleep(0.05)
+        return value
+
+    def drag(self, begin: tuple[float, float], end: tuple[float, float], steps: int = 10) -> None:
+        """Press the button, move the pointer and let go."""
+        self._button("mousePressed", *begin)
+        for step in range(1, steps + 1):
+            x, y = (first + (last - first) * step / steps for first, last in zip(begin, end, strict=True))
+            self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y, button="left", buttons=1)
+        self._button("mouseReleased", *end)
+
+    def click(self, selector: str) -> None:
+        """Click the middle of an element."""
+        x, y = self.centre(selector)
+        for kind in ("mousePressed", "mouseReleased"):
+            self._button(kind, x, y)
+
+    def centre(self, selector: str) -> tuple[float, float]:
+        """Scroll to an element and return its middle."""
+        box = self.asks(
+            f"(() => {{ const element = document.querySelector({json.dumps(selector)});"
+            " element.scrollIntoView({block: 'center'}); const box = element.getBoundingClientRect();"
+            " return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+        )
+        return box[0], box[1]
+
+    def _button(self, kind: str, x: float, y: float) -> None:
+        down = int(kind == "mousePressed")
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=down, clickCount=1)
 
     def picture(self, file: Path) -> None:
         """The whole page as PNG."""

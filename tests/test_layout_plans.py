@@ -162,8 +162,8 @@ def test_slurm_gets_all_nodes_and_gpus(split: Plan, piped: Plan) -> None:
 
 def test_a_layout_that_train_cannot_run_is_not_started(split: Plan, piped: Plan) -> None:
     assert batch(split).fault == ""
-    assert "pp 2 with ranks that shard weights" in batch(piped).fault
-    with pytest.raises(WrongUse, match="pp 2 with ranks that shard weights"):
+    assert "pp 2 with ranks that split layers" in batch(piped).fault
+    with pytest.raises(WrongUse, match="pp 2 with ranks that split layers"):
         trimtab.train(JOB, piped)
 
 
@@ -173,7 +173,9 @@ def test_a_layout_that_train_cannot_run_is_not_started(split: Plan, piped: Plan)
         (Strategy.FSDP, Mesh(dp_shard=8, tp=8), True),
         (Strategy.HSDP, Mesh(dp_replicate=2, dp_shard=8, cp=2), True),
         (Strategy.PIPELINE, Mesh(dp_replicate=4, pp=4), True),
-        (Strategy.PIPELINE, Mesh(dp_shard=4, pp=4), False),
+        (Strategy.PIPELINE, Mesh(dp_shard=4, pp=4), True),
+        (Strategy.PIPELINE, Mesh(dp_shard=2, tp=2, pp=2), False),
+        (Strategy.PIPELINE, Mesh(dp_shard=2, ep=2, pp=2), False),
         (Strategy.FSDP, Mesh(dp_shard=4, pp=4), False),
         (Strategy.DDP, Mesh(dp_replicate=4, tp=2), False),
         (Strategy.HSDP, Mesh(dp_replicate=2, dp_shard=8, ep=4), True),

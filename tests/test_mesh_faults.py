@@ -23,6 +23,7 @@ WAYS = {
     "zero-bubble": (2, "strategy=pipeline,schedule=zero-bubble"),
     "cp": (2, "cp=2,strategy=fsdp"),
     "tp and cp": (4, "tp=2,cp=2"),
+    "pp and dp_shard": (4, "pp=2,dp_shard=2"),
 }
 
 

@@ -24,6 +24,7 @@ from trimtab.spec.requests import (
     ApplyRequest,
     CommandRequest,
     EstimateRequest,
+    ExploreRequest,
     LaunchRequest,
     MaxRequest,
     PlanRequest,
@@ -38,6 +39,7 @@ from trimtab.spec.requests import (
 COMMANDS: dict[str, type[CommandRequest]] = {
     "apply": ApplyRequest,
     "estimate": EstimateRequest,
+    "explore": ExploreRequest,
     "launch": LaunchRequest,
     "max": MaxRequest,
     "plan": PlanRequest,

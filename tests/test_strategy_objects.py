@@ -21,7 +21,15 @@ from trimtab.planner.decision import PlanQuestion
 from trimtab.planner.space import build_space
 from trimtab.predict.communication import Links
 from trimtab.spec import Mesh, Policy, Schedule, Setting, Strategy, Trace, Work
-from trimtab.strategies import STRATEGIES, one_micro_batch, one_replica, strategy_of, usual_strategy
+from trimtab.strategies import (
+    STRATEGIES,
+    find_training_refusal,
+    make_mesh,
+    one_micro_batch,
+    one_replica,
+    strategy_of,
+    usual_strategy,
+)
 from trimtab.strategies.base import Derivation, ParallelStrategy, PassTimes, Refusal, Traffic, Wrapping
 from trimtab.strategies.fsdp import FsdpStrategy
 from trimtab.strategies.pipeline import MOST_STAGES
@@ -139,6 +147,7 @@ def check_pins(strategy: ParallelStrategy) -> None:
 def check_traces(strategy: ParallelStrategy) -> None:
     """What is traced is traced as itself, and how the rest follows is one of the known ways."""
     for setting in legal_settings(strategy):
+        assert strategy.on(setting.mesh) is strategy
         word, mesh = strategy.traced_as(setting.mesh)
         assert STRATEGIES[word].traced_as(mesh) == (word, mesh)
         traced = setting.replace(
@@ -193,13 +202,14 @@ def check_configs(strategy: ParallelStrategy) -> None:
     assert strategy.is_in_frameworks == (strategy.degrees is not None)
     assert all(word in STRATEGIES for word in strategy.also_spelt)
     for setting in legal_settings(strategy):
-        assert strategy.config_form(setting) == setting
+        assert strategy.config_form(setting).mesh == setting.mesh
         if strategy.is_in_frameworks:
+            assert strategy.config_form(setting) == setting
             assert strategy.config_mesh(setting.gpus, setting.mesh.dp_shard) == setting.mesh
 
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
-    "check_rules": ("explain_illegal", "refusal", "usual_mesh", "meshes", "mesh", "needs_several_gpus"),
+    "check_rules": ("explain_illegal", "refusal", "usual_mesh", "meshes", "mesh", "needs_several_gpus", "on"),
     "check_inner_degrees": ("tensor_refusal", "context_refusal", "expert_refusal", "meshes_within"),
     "check_resizing": ("resized",),
     "check_pins": ("pin_conflicts", "pinned_data_parallel", "why_not_compiled"),
@@ -301,6 +311,72 @@ def test_who_names_a_strategy_gets_a_mesh_that_a_plan_knows(word: str) -> None:
             one for other in STRATEGIES.values() for one in meshes_of(other, mesh.size, nodes, branches)
         ]
         assert mesh in planned
+
+
+SHARDED_MESHES = [
+    Mesh(pp=2, dp_shard=4),
+    Mesh(pp=4, dp_shard=2, dp_replicate=2),
+    Mesh(pp=2, dp_shard=2, dp_replicate=4),
+]
+
+
+@pytest.mark.parametrize("mesh", SHARDED_MESHES, ids=repr)
+def test_sharded_stages_are_stages_and_shards(mesh: Mesh) -> None:
+    stages = STRATEGIES["pipeline"]
+    strategy = stages.on(mesh)
+    setting = setting_of(strategy, mesh)
+    assert strategy_of(setting) is strategy
+    assert (strategy.is_sharded, strategy.has_schedule, stages.is_sharded) == (True, True, False)
+    assert strategy.on(Mesh(pp=2)) is stages
+    assert strategy.weight_shares(mesh) == mesh.pp * mesh.dp_shard
+    assert find_training_refusal(setting) is None
+    # Copies of a shard hold the same, and one of each kind is traced.
+    word, traced = strategy.traced_as(mesh)
+    assert (word, traced.dp_replicate) == ("pipeline", min(2, mesh.dp_replicate))
+    assert [part.mesh for part in strategy.trace_parts(setting, ())] == [mesh.replace(dp_replicate=1)]
+    bare, hidden = (strategy.exposed_s(traffic_of(setting, busy_s)) for busy_s in (0.0, 0.001))
+    assert 0 < hidden <= bare
+    assert f"{mesh.dp_shard} shards" in strategy.describe(mesh)
+    assert f"cut in {mesh.dp_shard}" in strategy.explain(mesh)
+    form = strategy.config_form(setting)
+    assert (form.strategy, form.mesh) == ("hsdp" if mesh.dp_replicate > 1 else "fsdp", mesh)
+    for ranks in (4, 8, 16):
+        assert strategy.resized(mesh, ranks)[1].size == ranks
+    assert strategy.resized(mesh, 2 * mesh.size)[1] == mesh.replace(dp_shard=2 * mesh.dp_shard)
+
+
+def test_only_pinned_degrees_give_sharded_stages() -> None:
+    stages = STRATEGIES["pipeline"]
+    assert all(mesh.dp_shard == 1 for mesh in stages.meshes_within(8))
+    assert all(mesh.dp_shard == 1 for mesh in stages.meshes_within(8, pp=2))
+    assert list(stages.meshes_within(8, pp=2, dp_shard=2)) == [Mesh(pp=2, dp_shard=2, dp_replicate=2)]
+    assert not list(stages.meshes_within(8, pp=2, dp_shard=3))
+    assert not list(stages.meshes_within(8, pp=2, dp_shard=2, cp=2))
+
+
+@pytest.mark.parametrize(
+    ("word", "mesh"),
+    [
+        ("fsdp", Mesh(pp=2, dp_shard=4)),
+        ("ddp", Mesh(pp=2, dp_replicate=4)),
+        ("pipeline", Mesh(pp=2, dp_replicate=4)),
+        ("hsdp", Mesh(pp=2, dp_shard=2, dp_replicate=2)),
+    ],
+)
+def test_the_strategy_says_what_the_gpus_of_a_stage_hold(word: str, mesh: Mesh) -> None:
+    assert make_mesh(STRATEGIES[word], 8, pp=2, nodes=4) == (STRATEGIES["pipeline"].on(mesh), mesh)
+    assert make_mesh(STRATEGIES[word], 8, pp=8)[1] == Mesh(pp=8)
+
+
+def test_stages_that_cannot_be_are_refused() -> None:
+    fsdp = STRATEGIES["fsdp"]
+    with pytest.raises(WrongUse, match="do not divide by 3"):
+        make_mesh(fsdp, 8, pp=3)
+    with pytest.raises(WrongUse, match="shards or copies"):
+        make_mesh(STRATEGIES["branch"], 8, pp=2)
+    for degrees in ({"cp": 2}, {"ep": 2}):
+        with pytest.raises(WrongUse, match="does not split sequences"):
+            make_mesh(fsdp, 8, pp=2, **degrees)
 
 
 def test_on_one_device_there_is_one_micro_batch_or_those_of_a_replica() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import torch
 
 import trimtab
 from test_cli import trimtab_cli
@@ -23,6 +24,7 @@ from trimtab.predict.calibration import (
 from trimtab.predict.estimate import estimate_trace
 from trimtab.spec import Calibration, Mesh, Precision, Setting, Slice, Strategy, Trace, Work
 from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE, SHARDED, WRAPPED
+from trimtab.trace.op_cost import describe_work
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import trace_setting
 from trimtab.units import MIB
@@ -209,6 +211,49 @@ def test_a_product_of_a_shape_not_met_before_costs_the_host_more() -> None:
             for works in (known, new)
         )
         assert weighed - usual == pytest.approx(100 * FACTS.step.fresh_s)
+
+
+def recomputed_host_s(*, selective: bool, operations: int = 3, blocks: int = 2) -> float:
+    """Seconds of the host for blocks that are computed again, beside what their operations cost."""
+    call = Work(op="call", kind="call", dtype="", kernels=0)
+    block = [call, *[copy(MIB)] * operations]
+    works, begin = block * blocks, blocks * len(block)
+    works += [*block, *[copy(MIB)] * 20] * blocks
+    step = {"backward": range(begin, len(works)), "selective": selective}
+    plain = sum(HOST.call_s if work is call else HOST.forward_s for work in works)
+    return step_time.run_clocks(works, Even(), HOST, **step).host_s - HOST.step.start_s - plain  # type: ignore[arg-type]
+
+
+def test_computing_again_costs_the_host_hooks_for_blocks_and_saved_tensors() -> None:
+    facts = HOST.step
+    saved = facts.saved_s + facts.restored_s
+    assert recomputed_host_s(selective=False) == pytest.approx(2 * (3 * saved + facts.block_s))
+    assert recomputed_host_s(selective=False, operations=6) == pytest.approx(2 * (6 * saved + facts.block_s))
+    watched = recomputed_host_s(selective=True) - recomputed_host_s(selective=False)
+    assert watched == pytest.approx(2 * 2 * 3 * facts.watched_s)
+
+
+def test_products_that_are_computed_again_have_known_shapes() -> None:
+    call = Work(op="call", kind="call", dtype="", kernels=0)
+    product = matrix(100, 64, 64).replace(fresh=True)
+    gradient = matrix(64, 100, 64).replace(fresh=True)
+    works = [call, product, call, product, gradient]
+    found = step_time.run_clocks(works, Even(), HOST, backward=range(2, 5)).host_s  # type: ignore[arg-type]
+    stale = [work.replace(fresh=False) for work in works]
+    known = step_time.run_clocks(stale, Even(), HOST, backward=range(2, 5)).host_s  # type: ignore[arg-type]
+    assert found - known == pytest.approx(2 * HOST.step.fresh_s)
+
+
+def test_rolling_two_dimensions_moves_everything_twice() -> None:
+    image = torch.empty(4, 64, 64, 32, device="meta")
+    image.fake_device = torch.device("cuda")  # type: ignore[attr-defined]
+    roll = torch.ops.aten.roll.default
+    rolls = [
+        describe_work(roll, "aten::roll", (image, [1] * count, list(range(count))), {}, image)
+        for count in (1, 2)
+    ]
+    seconds = [op_time.roofline_s(work, RATES) - work.kernels * FACTS.law.launch_s for work in rolls if work]
+    assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
 def test_small_operations_run_at_the_pace_of_the_host_and_large_ones_of_the_device() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import trimtab
@@ -169,7 +170,11 @@ def trained(run: Run, model: Any, batches: list[Any]) -> tuple[list[Any], dict[s
     places = [number * WHOLE // run.groups.data_parallel for number in range(run.groups.data_parallel + 1)]
     mine = run.groups.data_rank
     outcomes = [run.step(cut(batch, places[mine], places[mine + 1])) for batch in batches]
-    return outcomes, {name: value.detach().clone() for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    return outcomes, {
+        name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+        for name, value in state.items()
+    }
 
 
 def piped(

@@ -32,6 +32,7 @@ from trimtab.api.estimating import (
     profile,
     requested_setting,
 )
+from trimtab.api.exploring import explore
 from trimtab.api.launching import cancel, find_jobs, launch, list_jobs, prepare_launch, start_launch
 from trimtab.api.layouts import describe_study, layouts, plan_layout, plan_study, study_request
 from trimtab.api.maximizing import max as max  # noqa: A004 - a verb
@@ -58,6 +59,7 @@ __all__ = [
     "estimate_command",
     "exam",
     "explain",
+    "explore",
     "find_jobs",
     "first_device",
     "gpu_here",

@@ -22,6 +22,7 @@ VERBS = (
     "plan",
     "layouts",
     "max",
+    "explore",
     "apply",
     "show",
     "revert",

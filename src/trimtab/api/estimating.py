@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trimtab.api.detecting import detect
 from trimtab.spec.requests import EstimateRequest, accepts
@@ -106,6 +106,7 @@ def requested_setting(request: EstimateRequest, *, any_batch: bool = False) -> t
         schedule=request.schedule,
         virtual_stages=request.virtual_stages,
         gpus=request.gpus if request.gpus is not None else len(where.devices),
+        pp=request.pp,
         tp=request.tp,
         cp=request.cp,
         cp_method=request.cp_method,
@@ -116,7 +117,7 @@ def requested_setting(request: EstimateRequest, *, any_batch: bool = False) -> t
         allocator=request.allocator,
         sync_batchnorm=request.sync_batchnorm,
         nodes=len(where.nodes),
-        **_spread_of(request.job, request.strategy, request.options),
+        **_spread_of(request.job, request.strategy, request.options, stages=request.pp),
     )
     refuse_in_backward(setting)
     return where, setting
@@ -261,6 +262,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     gpus: int,
     optimizer: str,
     allocator: str,
+    pp: int = 1,
     tp: int = 1,
     cp: int = 1,
     cp_method: str = "ring",
@@ -283,7 +285,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     Every rank takes one micro-batch; in a pipeline, and if branches have different numbers of ranks, as many
     as `global_batch` needs. With `any_batch`, a schedule that cannot have so many gets some more.
     """
-    from trimtab.errors import WrongUse
     from trimtab.spec import (
         Allocator,
         BaseFormat,
@@ -294,27 +295,20 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         Setting,
         Strategy,
     )
-    from trimtab.strategies import STRATEGIES, strategy_by_degrees
+    from trimtab.strategies import STRATEGIES, make_mesh, strategy_by_degrees
 
     rules = STRATEGIES[_read_word(Strategy, strategy, "strategy")]
-    if max(tp, cp, ep) > 1 and not rules.needs_several_gpus:
+    degrees = {"pp": pp, "tp": tp, "cp": cp, "ep": ep}
+    if max(degrees.values()) > 1 and not rules.needs_several_gpus:
         # The GPUs that are left share the weights of every part of a layer.
         rules = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     if compile and rules.needs_several_gpus:
-        raise WrongUse(
-            f"--compile with --strategy {strategy}",
-            found="compiled code is estimated on one device only",
-            cure="Leave one of the two out.",
-        )
+        _refuse_with_strategy("--compile", strategy, "compiled code is estimated on one device only")
     _refuse_eager_budget(way := _read_word(Recompute, recompute, "recompute"), compiled=compile)
     if sync_batchnorm and rules.why_not_synchronised:
-        raise WrongUse(
-            f"--sync-batchnorm with --strategy {strategy}",
-            found=rules.why_not_synchronised,
-            cure="Leave one of the two out.",
-        )
-    _refuse_below_one(micro_batch=micro_batch, tp=tp, cp=cp, ep=ep, expert_imbalance=expert_imbalance)
-    mesh = rules.mesh(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
+        _refuse_with_strategy("--sync-batchnorm", strategy, rules.why_not_synchronised)
+    _refuse_below_one(micro_batch=micro_batch, expert_imbalance=expert_imbalance, **degrees)
+    rules, mesh = make_mesh(rules, gpus, nodes=nodes, branches=branches, **degrees)
     whole = micro_batch * mesh.data_parallel
     if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
@@ -341,6 +335,13 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     setting = _add_micro_batches(setting, rules) if any_batch else setting
     _refuse_illegal(setting, rules)
     return setting
+
+
+def _refuse_with_strategy(flag: str, strategy: str, found: str) -> NoReturn:
+    """Raise: an option does not go with a strategy."""
+    from trimtab.errors import WrongUse
+
+    raise WrongUse(f"{flag} with --strategy {strategy}", found=found, cure="Leave one of the two out.")
 
 
 def _refuse_below_one(**numbers: float) -> None:
@@ -469,16 +470,20 @@ def module_classes(
     return {path: known[path] for path in sorted(bare) if path in known}
 
 
-def _spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -> dict[str, int]:
+def _spread_of(
+    job: Any, strategy: str, options: dict[str, Any] | None = None, *, stages: int = 1
+) -> dict[str, int]:
     """Return what a strategy has to know of a job; reading a job by name runs its file.
 
     Branch and hybrid ask how many branches it has; hybrid, whose branches may take different numbers of
     micro-batches, and pipeline, which idles for as long as one, ask for the global batch.
     """
     from trimtab.jobs.load import find_job_name
-    from trimtab.strategies import STRATEGIES
+    from trimtab.strategies import STRATEGIES, strategy_by_degrees
     from trimtab.trace.job_summary import summarize_job
 
+    if stages > 1:
+        strategy = strategy_by_degrees(replicated=False, sharded=False, staged=True)
     # A word that is no strategy is refused where the setting is made.
     facts = STRATEGIES[strategy].job_facts if strategy in STRATEGIES else ()
     if not facts:

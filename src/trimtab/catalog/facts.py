@@ -51,7 +51,10 @@ class StepFacts(Facts, frozen=True, kw_only=True):
     queue: int
     gap_s: float
     start_s: float
-    selective_s: float
+    saved_s: float
+    restored_s: float
+    watched_s: float
+    block_s: float
     fresh_s: float
     piece_s: float
     pieces: tuple[tuple[str, int], ...]

@@ -26,7 +26,6 @@ from trimtab.render import (
 )
 from trimtab.spec.requests import ApplyRequest, ShowRequest
 from trimtab.strategies import strategy_of
-from trimtab.strategies.base import Wrapping
 from trimtab.units import format_bytes, format_duration, format_value
 
 if TYPE_CHECKING:
@@ -282,7 +281,7 @@ def _as_it_runs(found: Display) -> str:
     length = f", {found.seq} tokens a sample" if found.seq else ""
     words = describe_setting(setting)
     # A pipeline names its stages itself.
-    named_already = ("pp",) if strategy_of(setting).wrapping is Wrapping.STAGE else ()
+    named_already = ("pp",) if strategy_of(setting).has_schedule else ()
     for axis in ("tp", "cp", "pp"):
         degree = getattr(setting.mesh, axis, 1)
         if degree > 1 and f"{axis} {degree}" not in words and axis not in named_already:

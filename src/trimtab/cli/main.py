@@ -33,6 +33,7 @@ COMMANDS = {
     "plan": ("plan", "Find the best configuration that fits, without a GPU."),
     "layouts": ("layouts", "Rank the degrees of parallelism for a large language model."),
     "max": ("max", "Find the largest micro-batch, sequence or other number that fits."),
+    "explore": ("explore", "Try configurations of a job on a page in your browser."),
     "apply": ("apply", "Write a plan into your own config files, with a backup."),
     "show": ("apply", "Show what a config would use, and what would be better."),
     "revert": ("apply", "Put back the config that `trimtab apply` saved before it wrote."),

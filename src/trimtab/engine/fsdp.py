@@ -9,10 +9,17 @@ The status of the step then tells all ranks to discard it.
 built on the CPU. Each unit is moved to the device, gets the values of rank 0, is sharded, and its full copy
 is freed before the next unit. The device then holds the shards and the memory of one unit; building on the
 device would leave the whole model in the allocator's cache.
+
+A rank of a pipeline shards the blocks of its stages, and everything outside of the blocks, over the ranks of
+the same stage. Every pass of its schedule gathers the weights that it uses and frees them again, so that a
+kind of pass always has the same collectives. Stages sum the gradients of what is outside of the blocks after
+all passes: a sum inside of a backward pass would wait for a stage that waits for the result of that pass.
 """
 
 from __future__ import annotations
 
+import functools
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +29,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from trimtab.engine.build import find_shard_units
 from trimtab.engine.expert_parallel import split_experts
 from trimtab.engine.gradients import sum_squares
 from trimtab.engine.precision import torch_dtype
@@ -31,18 +37,22 @@ from trimtab.engine.tensor_parallel import TensorSplitter
 from trimtab.errors import WrongUse
 from trimtab.spec import Offload
 from trimtab.strategies import limits
+from trimtab.strategies.schedules import Pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from trimtab.engine.context_parallel import ContextCollective, ContextGroup
     from trimtab.engine.expert_parallel import ExpertCollective, ExpertGroup
+    from trimtab.engine.gradients import StagePass
+    from trimtab.engine.pipeline_stage import BlockRelay
     from trimtab.engine.sync_norm import NormCollective, SharedStatistics
     from trimtab.engine.tensor_plan import TensorPlan
     from trimtab.spec import Setting
 
-    FillTensor = Callable[[torch.Tensor], None]
-    """Fills a tensor on the device with the values that all ranks must have."""
+    FillTensor = Callable[[torch.Tensor, bool], None]
+    """Fills a tensor on the device with the values that all ranks must have; or, if the second argument is
+    True, all ranks of the same pipeline stage."""
     MovedTensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
     """By id: a tensor and its moved copy. Both are kept alive, so that their ids are not reused."""
 
@@ -123,6 +133,21 @@ class _Scatter(DefaultReduceScatter):
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
+class StageShards(NamedTuple):
+    """The stages of a rank of a pipeline whose weights are shards."""
+
+    blocks: tuple[tuple[Any, ...], ...]
+    """Sharded blocks of each stage of this rank, in order."""
+    outside: tuple[Any, ...]
+    """Sharded modules outside of the blocks, which all stages have; the root is among them."""
+    shared: frozenset[int]
+    """Ids of the parameters outside of the blocks."""
+    group: Any
+    """Ranks of all stages with the same shards of these parameters."""
+    stages: int
+    """Number of ranks in that group."""
+
+
 class ShardedGradients:
     """Gradients that FSDP2 reduce-scatters. They are sums, not means: losses are weighted before."""
 
@@ -140,6 +165,7 @@ class ShardedGradients:
         mid_backward: Callable[[], None] | None = None,
         statistics: SharedStatistics | ContextGroup | None = None,
         experts: ExpertGroup | None = None,
+        shards: StageShards | None = None,
         parameters: list[Any] | None = None,
         beside: ShardedGradients | None = None,
         device: str | None = None,
@@ -149,7 +175,7 @@ class ShardedGradients:
         `replicas` is the number of copies of every shard. `alone` means that there is one rank.
         `tensor_parallel` is the number of ranks that split every layer between them. `statistics`
         runs the collectives of synchronised BatchNorm or of split attention, if there are some, and `experts`
-        those of experts on other ranks. `parameters`
+        those of experts on other ranks. `shards` are the stages of a rank of a pipeline. `parameters`
         are those that get gradients; by default all that are trainable. `beside` is the storage of other
         parameters of the same model, if there is one. `device` is where the model computes, if its shards are
         on the host.
@@ -157,8 +183,9 @@ class ShardedGradients:
         self._model: Any = model
         self._log: CollectiveLog = CollectiveLog() if beside is None else beside._log
         self._log.mid_backward = mid_backward
-        self._sequences: dict[tuple[bool, ...], list[Collective]] = {}
-        """By (does the pass send its gradients, is it the last of a step); or FORWARD."""
+        self._sequences: dict[tuple[Any, ...], list[Collective]] = {}
+        """By (does the pass send its gradients, is it the last of a step); or FORWARD; or by StagePass."""
+        self._shards = shards
         if statistics is not None:
             statistics.record = self._log.record_statistics
         self._statistics = statistics
@@ -174,7 +201,7 @@ class ShardedGradients:
         ]
         self._device = self._parameters[0].device if device is None else torch.device(device)
         self._keeps_unsharded = self._can_keep_unsharded()
-        self._key: tuple[bool, ...] | None = None
+        self._key: tuple[Any, ...] | None = None
         self._done = 0
         self._clean = True
         self._skips_finish = False
@@ -210,6 +237,8 @@ class ShardedGradients:
     @property
     def is_rehearsed(self) -> bool:
         """Whether the collectives of all kinds of passes are recorded."""
+        if self._shards is not None:
+            return any(stage_pass.ends_step for stage_pass in self._sequences)  # type: ignore[attr-defined]
         return self._alone or len(self._sequences.keys() - {FORWARD}) > 1
 
     def before_forward(self) -> None:
@@ -257,6 +286,45 @@ class ShardedGradients:
         # Replicas of shards sum the accumulated gradients once a step.
         self._model.set_requires_all_reduce(last)
 
+    def start_pass(self, stage_pass: StagePass) -> None:
+        """Prepare for a pass of a pipeline."""
+        assert self._shards is not None  # noqa: S101 - only pipelines have passes
+        self._save_sequence()
+        self._key = stage_pass
+        if not stage_pass.adds_gradients:
+            return
+        # Other micro-batches ran forward in between: torch would gather what the pass does not need next.
+        forget_forward_order(self._model)
+        for modules, last in (
+            (self._shards.blocks[stage_pass.place], stage_pass.ends_stage),
+            (self._shards.outside, stage_pass.ends_step),
+        ):
+            for module in modules:
+                module.set_requires_gradient_sync(last or not self._keeps_unsharded, recurse=False)
+                module.set_requires_all_reduce(last, recurse=False)
+
+    def finish_pass(self, stage_pass: StagePass) -> None:
+        """Send gradients that no hook has sent: those that were computed after the backward pass.
+
+        A hook is also missing if the last pass of a rank is that of a stage without trainable weights.
+        """
+        assert self._shards is not None  # noqa: S101 - only pipelines have passes
+        if stage_pass.kind is Pass.WEIGHT:
+            _accumulate_gradients((*self._shards.blocks[stage_pass.place], *self._shards.outside))
+        if stage_pass.ends_stage or stage_pass.ends_step:
+            self._model._get_fsdp_state()._root_post_backward_final_callback()
+
+    def abandon_pass(self) -> None:
+        """Free everything that a failed pass of a pipeline holds, and join its remaining collectives."""
+        key = self._key
+        self.discard_micro_batch()
+        if key is not None:
+            issue_collectives(self._sequences[key][self._done :], self._device)
+
+    def skip_pass(self, stage_pass: StagePass) -> None:
+        """Join the collectives of a pass of a pipeline that this rank does not run, because it failed."""
+        issue_collectives(self._sequences[stage_pass], self._device)
+
     def discard_micro_batch(self) -> None:
         """Free everything that the failed micro-batch holds."""
         self._done, self._key = len(self._log.current), None
@@ -271,6 +339,10 @@ class ShardedGradients:
         if failed_at is None:
             self._save_sequence()
             self._clean = True
+        if self._shards is not None:
+            self._sum_over_stages(self._shards)
+            return
+        if failed_at is None:
             return
         if self._skips_finish:
             self._skips_finish = False
@@ -283,17 +355,24 @@ class ShardedGradients:
             issue_collectives(remaining, self._device)
 
     def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of this rank's shards, divided by the number of replicas.
+        """Return the squared norm of this rank's shards, each divided by the number of ranks that have it."""
+        by_copies: dict[int, list[Any]] = {}
+        for parameter in self._parameters:
+            by_copies.setdefault(self._count_copies(parameter), []).append(parameter)
+        device = self._parameters[0].device
+        return sum(  # type: ignore[return-value]  # there is at least one parameter
+            sum_squares(_list_local_gradients(parameters), device) / copies
+            for copies, parameters in by_copies.items()
+        )
 
-        A gradient that all ranks of a tensor-parallel group have counts once.
-        """
-        device, parameters = self._parameters[0].device, self._parameters
-        squares = sum_squares(self.local_gradients(), device)
-        if self._tensor_parallel > 1:
-            copies = [parameter for parameter in parameters if parameter.placements[-1].is_replicate()]
-            copied = sum_squares(_list_local_gradients(copies), device)
-            squares = squares - copied + copied / self._tensor_parallel
-        return squares / self._replicas
+    def _count_copies(self, parameter: Any) -> int:
+        """Return the number of ranks with the same shard of a parameter."""
+        copies = self._replicas
+        if self._tensor_parallel > 1 and parameter.placements[-1].is_replicate():
+            copies *= self._tensor_parallel
+        if self._shards is not None and id(parameter) in self._shards.shared:
+            copies *= self._shards.stages
+        return copies
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return this rank's shards of the gradients."""
@@ -301,6 +380,20 @@ class ShardedGradients:
 
     def close(self) -> None:
         """Do nothing: the model stays sharded."""
+
+    def _sum_over_stages(self, shards: StageShards) -> None:
+        """Sum the gradients of what all stages have, after all passes; a stage that did not use it adds 0."""
+        works = []
+        for parameter in self._parameters:
+            if id(parameter) in shards.shared:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local = parameter.grad._local_tensor
+                if local.numel():
+                    works.append(dist.all_reduce(local, group=shards.group, async_op=True))
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def _kinds(self, count: int) -> list[tuple[bool, bool]]:
         """Return for each of `count` micro-batches (does it send its gradients, is it the last)."""
@@ -320,6 +413,19 @@ class ShardedGradients:
                     fsdp_param.unsharded_accumulated_grad = None
                     if hasattr(fsdp_param, "_unsharded_param"):
                         fsdp_param._unsharded_param.grad = None
+
+
+def _accumulate_gradients(modules: Sequence[Any]) -> None:
+    """Add gradients that autograd has just made to those of earlier passes, in the dtype of reductions.
+
+    Gradients that the backward pass made before have that dtype already, and FSDP sends one dtype only.
+    """
+    for module in modules:
+        for unit in _parameter_groups(module):
+            for fsdp_param in unit.fsdp_params:
+                if hasattr(fsdp_param, "_unsharded_param"):
+                    fsdp_param.accumulate_unsharded_grad_if_needed()
+                    fsdp_param.to_accumulated_grad_if_needed()
 
 
 def _list_local_gradients(parameters: list[Any]) -> list[torch.Tensor]:
@@ -377,6 +483,24 @@ def issue_collectives(collectives: list[Collective], device: torch.device) -> No
         scatter(output, source, collective.group, dist.ReduceOp.SUM)
         if collective.all_reduce_group is not None:
             dist.all_reduce(output, group=collective.all_reduce_group)
+
+
+def forget_forward_order(model: Any) -> None:
+    """Clear the order of forward passes, by which FSDP gathers weights ahead in the backward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+            for unit in _parameter_groups(module):
+                unit._post_forward_indices.clear()
+
+
+def end_root_forward(model: Any, output: torch.Tensor) -> torch.Tensor:
+    """Do what FSDP does after the root's forward pass, for one that an exception ended; return its output."""
+    state = model._get_fsdp_state()
+    if state._training_state is not TrainingState.FORWARD:
+        return output
+    result: torch.Tensor = state._post_forward(model, (), output)
+    return result
 
 
 def reset_fsdp(model: Any) -> None:
@@ -438,13 +562,17 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
     device: str,
     fill: FillTensor | None = None,
     *,
+    units: Sequence[nn.Module],
+    relay: BlockRelay | None = None,
     plan: TensorPlan | None = None,
     experts: ExpertGroup | None = None,
-) -> None:
+) -> StageShards | None:
     """Move a model to the device and shard it: unit by unit, then the rest.
 
-    With `plan`, the ranks of a tensor-parallel group first split the layers of each unit. With `experts`,
-    each rank keeps its experts of a unit, which are sharded over the ranks with the same experts.
+    Units that are not in the model any more are left out. With `relay`, the model has the stages of one rank
+    of a pipeline, which are returned; else None. With `plan`, the ranks of a tensor-parallel group split
+    the layers of each unit first. With `experts`, each rank keeps its experts of a unit, sharded over the
+    ranks with the same experts.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -457,7 +585,7 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
     policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=reduce_dtype)
     if cast is not None:
         widen_norms(model)
-    mesh, tensor_mesh = make_device_mesh(setting, device)
+    mesh, tensor_mesh, stage_mesh = make_device_mesh(setting, device)
     splitter = None if plan is None else TensorSplitter(model, plan, tensor_mesh)
     # Memory can only be pinned for a GPU.
     is_offloaded = Offload.PARAMS in setting.offload
@@ -468,14 +596,26 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
             local = getattr(parameter, "_local_tensor", parameter)
             return choose_shard_placement(local.shape, shards)
 
-        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            shard_placement_fn=placement,
+            offload_policy=offload,
+            # None: not the root, whose backward pass follows at once; in a pipeline it does not.
+            reshard_after_forward=None if relay is None else True,
+        )
 
     if experts is not None:
         experts.input_dtype = cast
     expert_modules = set() if experts is None else {id(model.get_submodule(name)) for name in experts.layers}
     moved_tensors: MovedTensors = {}
-    for unit in (*find_shard_units(model), model):
-        move_module(unit, device, moved_tensors, fill)
+    present = {id(module) for module in model.modules()}
+    blocks = [] if relay is None else list(relay.get_blocks(model).children())
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for unit in (*(unit for unit in units if id(unit) in present), model):
+        fill_unit = None if fill is None else functools.partial(_fill_tensor, fill, id(unit) in inside)
+        move_module(unit, device, moved_tensors, fill_unit)
         if splitter is not None:
             splitter.split_module(unit)
             splitter.release()
@@ -489,6 +629,38 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
                 expert_modules.remove(id(module))
         shard(unit, mesh, setting.mesh.shards)
         moved_tensors.clear()
+    return None if relay is None else _connect_stages(model, relay, blocks, stage_mesh)
+
+
+def _fill_tensor(fill: FillTensor, inside: bool, tensor: torch.Tensor) -> None:
+    fill(tensor, inside)
+
+
+def _connect_stages(
+    model: nn.Module, relay: BlockRelay, blocks: list[nn.Module], stage_mesh: Any
+) -> StageShards:
+    """Let FSDP know where a stage ends and what it gathers next, and return the shards of the stages."""
+    relay.end_forward = functools.partial(end_root_forward, model)
+    own: list[tuple[Any, ...]] = [tuple(blocks[first:stop]) for first, stop in relay.stages]
+    for stage in own:
+        for before, block in pairwise(stage):
+            block.set_modules_to_backward_prefetch([before])
+    inside = {id(module) for block in blocks for module in block.modules()}
+    parameters = {id(parameter) for block in blocks for parameter in block.parameters()}
+    return StageShards(
+        blocks=tuple(
+            tuple(module for block in stage for module in block.modules() if isinstance(module, FSDPModule))
+            for stage in own
+        ),
+        outside=tuple(
+            module
+            for module in model.modules()
+            if isinstance(module, FSDPModule) and id(module) not in inside
+        ),
+        shared=frozenset(map(id, model.parameters())) - parameters,
+        group=stage_mesh.get_group(),
+        stages=stage_mesh.size(),
+    )
 
 
 def choose_shard_placement(shape: torch.Size, shards: int) -> Any:
@@ -518,7 +690,12 @@ def _refuse_scalars(model: nn.Module, setting: Setting) -> None:
         )
 
 
-def move_module(module: nn.Module, device: str, moved_tensors: MovedTensors, fill: FillTensor | None) -> None:
+def move_module(
+    module: nn.Module,
+    device: str,
+    moved_tensors: MovedTensors,
+    fill: Callable[[torch.Tensor], None] | None,
+) -> None:
     """Move the parameters and buffers of a module to a device, except those already sharded.
 
     `moved_tensors` makes sure that a tensor with two names stays one tensor. A tensor on the meta device has
@@ -554,11 +731,11 @@ def _move_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return parameter
 
 
-def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any]:
-    """Return the device mesh over which a sharded setting shards, and that over which it splits layers.
+def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any, Any]:
+    """Return the device meshes over which a sharded setting shards, splits layers, and has pipeline stages.
 
-    The second is None without tensor parallelism. Ranks that split sequences hold different shards: weights
-    are cut over both, as in torchtitan. A mesh holds real tensors even while tracing.
+    The last two are None if there is one rank along that axis. Ranks that split sequences hold different
+    shards: weights are cut over both, as in torchtitan. A mesh holds real tensors even while tracing.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
@@ -571,6 +748,10 @@ def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any]:
     if mesh.tp > 1:
         # The last axis: the ranks that split a layer are neighbours.
         axes["tp"] = mesh.tp
+    if mesh.pp > 1:
+        # The first axis: stages send each other the least.
+        axes = {"pp": mesh.pp, **axes}
     with _disable_current_modes():
         every = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        return (every, None) if mesh.tp == 1 else (every[data_axes], every["tp"])
+        data = every if tuple(axes) == data_axes else every[data_axes]
+        return data, every["tp"] if mesh.tp > 1 else None, every["pp"] if mesh.pp > 1 else None

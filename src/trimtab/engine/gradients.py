@@ -10,18 +10,36 @@ the status, and all ranks retry. Gradients are sums, not means: losses are weigh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from trimtab.errors import JobFailed
 from trimtab.strategies import limits
+from trimtab.strategies.schedules import Pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
+
+
+class StagePass(NamedTuple):
+    """A pass of a pipeline schedule on this rank, as far as gradients depend on it."""
+
+    kind: Pass
+    place: int = 0
+    """Index of its stage among those of this rank."""
+    ends_stage: bool = False
+    """Whether it is the last of its stage in a step that adds to gradients."""
+    ends_step: bool = False
+    """Whether it is the last of this rank."""
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether it adds to gradients."""
+        return self.kind is not Pass.FORWARD
 
 
 class Gradients(Protocol):
@@ -45,6 +63,18 @@ class Gradients(Protocol):
 
     def prepare_micro_batch(self, number: int, count: int) -> None:
         """Prepare for micro-batch `number` of `count`."""
+
+    def start_pass(self, stage_pass: StagePass) -> None:
+        """Prepare for a pass of a pipeline."""
+
+    def finish_pass(self, stage_pass: StagePass) -> None:
+        """Complete the gradients of a pass of a pipeline that succeeded."""
+
+    def abandon_pass(self) -> None:
+        """Free everything that a failed pass of a pipeline holds, and join its remaining collectives."""
+
+    def skip_pass(self, stage_pass: StagePass) -> None:
+        """Join the collectives of a pass of a pipeline that this rank does not run, because it failed."""
 
     def discard_micro_batch(self) -> None:
         """Free everything that the failed micro-batch holds."""
@@ -102,7 +132,28 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return extent == tensor.numel()
 
 
-class Reducer:
+class WholeGradients:
+    """What gradients do around the passes of a pipeline if no pass has collectives of its own."""
+
+    def prepare_micro_batch(self, number: int, count: int) -> None:
+        """Prepare for micro-batch `number` of `count`."""
+
+    def start_pass(self, stage_pass: StagePass) -> None:
+        """Prepare for a pass; the last one of the rank completes all gradients."""
+        if stage_pass.adds_gradients:
+            self.prepare_micro_batch(0, 1 if stage_pass.ends_step else 2)
+
+    def finish_pass(self, stage_pass: StagePass) -> None:
+        """Do nothing: autograd has completed the gradients."""
+
+    def abandon_pass(self) -> None:
+        """Do nothing: a pass has no collectives."""
+
+    def skip_pass(self, stage_pass: StagePass) -> None:
+        """Do nothing: a pass has no collectives."""
+
+
+class Reducer(WholeGradients):
     """Sum gradients over ranks: they are views of buckets, and hooks send each bucket when it is full."""
 
     is_rehearsed = True
@@ -246,7 +297,7 @@ def _make_buckets(parameters: Sequence[tuple[nn.Parameter, Any, int]], max_bytes
     return closed + [Bucket(members, *groups[key]) for key, members in open_buckets.items()]
 
 
-class LocalGradients:
+class LocalGradients(WholeGradients):
     """Gradients of a single process, as autograd makes them."""
 
     equal_micro_batches = False
@@ -261,9 +312,6 @@ class LocalGradients:
         """Drop all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
-
-    def prepare_micro_batch(self, number: int, count: int) -> None:
-        """Do nothing."""
 
     def discard_micro_batch(self) -> None:
         """Drop all gradients."""

@@ -95,6 +95,8 @@ class BlockRelay:
         self.first, self.stop = stages[0]
         """The first block of the stage that runs now, and the first block after it."""
         self.receive = receive
+        self.end_forward: Callable[[torch.Tensor], torch.Tensor] = _return_output
+        """Called with the output of a pass that ended in the middle of the model; returns it."""
         self._strict = strict
         self._next: int | None = None
         """Number of the block that must be called next; None outside of a forward pass."""
@@ -106,6 +108,10 @@ class BlockRelay:
         """Whether the stage that runs now computes the loss."""
         return self.stop == self.count
 
+    def get_blocks(self, model: nn.Module) -> nn.Module:
+        """Return the list of blocks of a model."""
+        return model.get_submodule(self.name)
+
     def run(self, compute: Callable[[], torch.Tensor], stage: int = 0) -> torch.Tensor:
         """Run a forward pass of a stage of this rank; return the loss in the last stage, else the output."""
         self.first, self.stop = self.stages[stage]
@@ -114,7 +120,7 @@ class BlockRelay:
             loss = compute()
         except StageEnded as end:
             end.__traceback__ = None
-            return end.output
+            return self.end_forward(end.output)
         finally:
             reached, self._next, self._last_output = self._next, None, None
         if reached != self.count:
@@ -387,7 +393,7 @@ class TracedStage:
         )
         """Trainable parameters outside of the blocks."""
         self.handed_bytes = 0
-        self._relay, self.dropped = keep_stage(
+        self.relay, self.dropped = keep_stage(
             model,
             stage,
             stages,
@@ -411,20 +417,20 @@ class TracedStage:
     @property
     def count(self) -> int:
         """Number of stages of this rank."""
-        return len(self._relay.stages)
+        return len(self.relay.stages)
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Number of blocks of each stage, on all ranks."""
-        return self._relay.layers
+        return self.relay.layers
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage of this rank computes the loss."""
-        return self._relay.stages[stage].stop == self._relay.count
+        return self.relay.stages[stage].stop == self.relay.count
 
     def run(self, compute: Callable[[], torch.Tensor], stage: int = 0) -> torch.Tensor:
         """Run a forward pass; return the loss in the last stage, else the output to send."""
-        output = self._relay.run(compute, stage)
+        output = self.relay.run(compute, stage)
         if not self.is_last(stage):
             self.handed_bytes = output.numel() * output.element_size()
         return output
@@ -433,6 +439,11 @@ class TracedStage:
         self.handed_bytes = local.numel() * local.element_size()
         received = torch.empty_like(local.detach())
         return received.requires_grad_(self._needs_gradient or local.requires_grad)
+
+
+def _return_output(output: torch.Tensor) -> torch.Tensor:
+    """Leave the output as it is."""
+    return output
 
 
 def _ignore_phase(_: str) -> None:

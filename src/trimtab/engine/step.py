@@ -15,7 +15,7 @@ import torch
 
 from trimtab.engine.activation_offload import enable_activation_offload
 from trimtab.engine.branches import compute_branch_loss
-from trimtab.engine.build import EntryPoints, build_model, find_entries, make_batch
+from trimtab.engine.build import EntryPoints, build_model, find_entries, find_shard_units, make_batch
 from trimtab.engine.chunked_loss import apply_loss_form
 from trimtab.engine.compile import CompileSwitch
 from trimtab.engine.context_parallel import (
@@ -29,7 +29,7 @@ from trimtab.engine.expert_rules import refuse_expert_split
 from trimtab.engine.float8 import convert_linear_layers
 from trimtab.engine.fsdp import move_module, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
-from trimtab.engine.gradients import Gradients, LocalGradients, Reducer
+from trimtab.engine.gradients import Gradients, LocalGradients, Reducer, StagePass
 from trimtab.engine.in_backward import InBackwardGradients, read_loss
 from trimtab.engine.in_backward_rules import refuse_in_backward
 from trimtab.engine.offload_rules import refuse_state_offload, runs_host_optimizer
@@ -51,6 +51,7 @@ from trimtab.jobs.job import list_expert_modules, list_whole_model_members, loss
 from trimtab.spec import Offload
 from trimtab.strategies import STRATEGIES, strategy_of
 from trimtab.strategies.base import Wrapping
+from trimtab.strategies.schedules import Pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,8 +61,9 @@ if TYPE_CHECKING:
     from trimtab.engine.activation_offload import ActivationOffload
     from trimtab.engine.context_parallel import ContextGroup
     from trimtab.engine.expert_parallel import ExpertGroup
-    from trimtab.engine.fsdp import FillTensor
+    from trimtab.engine.fsdp import FillTensor, StageShards
     from trimtab.engine.optimizer import NamedOptimizer
+    from trimtab.engine.pipeline_stage import BlockRelay
     from trimtab.engine.sync_norm import SharedStatistics
     from trimtab.engine.tensor_plan import TensorPlan
     from trimtab.spec import Setting
@@ -74,7 +76,9 @@ __all__ = [
     "run_step",
 ]
 
-ARRANGED = frozenset({Wrapping.WHOLE, Wrapping.SHARDS, Wrapping.BRANCH, Wrapping.STAGE})
+ARRANGED = frozenset(
+    {Wrapping.WHOLE, Wrapping.SHARDS, Wrapping.BRANCH, Wrapping.STAGE, Wrapping.STAGE_SHARDS}
+)
 """What `arrange_model` can leave of a model on a device: a new `Wrapping` is added here with its code."""
 LOSS_SCALE = 2.0**16
 """Factor for the loss if the precision scales it, so that small gradients do not become 0."""
@@ -152,10 +156,11 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
     refuse_in_backward(setting, job)
     stages: list[TracedStage] = []
 
-    def install_stage(model: nn.Module, split: StageSplit) -> None:
+    def install_stage(model: nn.Module, split: StageSplit) -> BlockRelay:
         assert stage is not None  # noqa: S101 - called only with a stage
         schedule = StageSchedule(setting.virtual_stages, setting.schedule.splits_backward)
         stages.append(TracedStage(model, stage, setting.mesh.pp, schedule, split))
+        return stages[0].relay
 
     arranged = arrange_model(
         model,
@@ -205,7 +210,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     *,
     optimizers: Callable[[list[tuple[str, Any]]], list[NamedOptimizer]],
     entries: EntryPoints | None = None,
-    install_stage: Callable[[nn.Module, StageSplit], None] | None = None,
+    install_stage: Callable[[nn.Module, StageSplit], BlockRelay] | None = None,
     equalise: Callable[[nn.Module], None] | None = None,
     fill: FillTensor | None = None,
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None = None,
@@ -231,10 +236,9 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         expert_modules: names of the modules of experts; without them, they are found by their form.
     """
     _refuse_combinations(setting)
-    strategy = strategy_of(setting)
-    if strategy.wrapping not in ARRANGED:
-        raise NotImplementedError(f"arrange_model does not know {strategy.wrapping}")
-    sharded = strategy.is_sharded
+    sharded = strategy_of(setting).is_sharded
+    if (wrapping := strategy_of(setting).wrapping) not in ARRANGED:
+        raise NotImplementedError(f"arrange_model does not know {wrapping}")
     split = StageSplit() if install_stage is None else find_stage_split(model, setting, follow)
     context = arrange_context(model, setting)
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
@@ -244,19 +248,21 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     apply_loss_form(model, setting.loss)
     tensor_plan = find_tensor_plan(model, setting.mesh.tp, follow) if setting.mesh.tp > 1 else None
     experts = arrange_experts(model, setting, device, expert_modules)
-    recomputed = enable_recompute(model, setting.recompute)
-    entries = entries or EntryPoints()
-    offload = None
-    if Offload.ACTIVATIONS in setting.offload:
-        offload = enable_activation_offload(model, entries, device, compiled=setting.compile)
-    if install_stage is not None:
-        install_stage(model, split)
+    recomputed, entries = enable_recompute(model, setting.recompute), entries or EntryPoints()
+    moves = Offload.ACTIVATIONS in setting.offload
+    offload = enable_activation_offload(model, entries, device, compiled=setting.compile) if moves else None
+    # Without the blocks of other stages, the list is none of equal blocks any more.
+    units = find_shard_units(model) if sharded else []
+    relay = None if install_stage is None else install_stage(model, split)
+    shards = None
     if not sharded:
         move_module(model, device, {}, None)
-    if equalise is not None and not sharded:
-        equalise(model)
-    if sharded:
-        shard_model(model, setting, device, fill, plan=tensor_plan, experts=experts)
+        if equalise is not None:
+            equalise(model)
+    else:
+        shards = shard_model(
+            model, setting, device, fill, units=units, relay=relay, plan=tensor_plan, experts=experts
+        )
         register_entries(model, entries)
     built = optimizers(named := _list_trainable(model))
     if sharded:
@@ -276,6 +282,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
             mid_backward=mid_backward,
             statistics=context or statistics,
             experts=experts,
+            shards=shards,
         ),
         recomputed=tuple(recomputed),
         entries=entries,
@@ -389,6 +396,7 @@ def _make_phases(  # noqa: PLR0913 - state of arrange_model()
     mid_backward: Callable[[], None] | None,
     statistics: SharedStatistics | ContextGroup | None,
     experts: ExpertGroup | None,
+    shards: StageShards | None,
 ) -> list[UpdatePhase]:
     """Return a phase for each loss of the optimizers, with the gradient storage of its parameters."""
     groups = group_by_loss(optimizers)
@@ -403,7 +411,7 @@ def _make_phases(  # noqa: PLR0913 - state of arrange_model()
         own = list_parameters(group) if switch.is_used else parameters
         beside = phases[0].gradients if phases else None
         gradients = _make_gradients(
-            model, setting, device, own, reduced, mid_backward, statistics, experts, beside
+            model, setting, device, own, reduced, mid_backward, statistics, experts, shards, beside
         )
         if setting.optimizer_in_backward:
             gradients = InBackwardGradients(own, group)
@@ -443,6 +451,7 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
     mid_backward: Callable[[], None] | None,
     statistics: SharedStatistics | ContextGroup | None,
     experts: ExpertGroup | None,
+    shards: StageShards | None,
     beside: Any,
 ) -> Gradients:
     """Return the gradient storage: sharded, in buckets that ranks sum, or as autograd makes them."""
@@ -457,6 +466,7 @@ def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
             mid_backward=mid_backward,
             statistics=statistics,
             experts=experts,
+            shards=shards,
             parameters=parameters,
             beside=beside,
             device=device,
@@ -579,21 +589,33 @@ def _run_stages(  # noqa: PLR0913 - as _run_phase(), and the stages
     between: Callable[[], None] | None,
 ) -> torch.Tensor:
     """Run one micro-batch through all stages of this rank, there and back; return the last output."""
-    outputs = [compute_loss(state, batch, phase.loss, stage) for stage in range(stages.count)]
+    gradients = phase.gradients
+    outputs = []
+    for stage in range(stages.count):
+        gradients.start_pass(StagePass(Pass.FORWARD, stage))
+        outputs.append(compute_loss(state, batch, phase.loss, stage))
     last = outputs[-1].detach()
     if between is not None:
         between()
-    with contextlib.ExitStack() as stack:
-        split = stages.weight_gradients
-        products = None if split is None else stack.enter_context(split.collect())
-        for stage in reversed(range(stages.count)):
-            # Only the last backward pass completes the gradients, and sends them.
-            phase.gradients.prepare_micro_batch(0, 1 if products is None and stage == 0 else 2)
+    split = stages.weight_gradients
+    backward = Pass.BACKWARD if split is None else Pass.INPUT
+    all_products = []
+    for stage in reversed(range(stages.count)):
+        # Only the last pass completes the gradients, and sends them.
+        stage_pass = StagePass(backward, stage, split is None, split is None and stage == 0)
+        gradients.start_pass(stage_pass)
+        with contextlib.ExitStack() as stack:
+            if split is not None:
+                all_products.append((stage, stack.enter_context(split.collect())))
             _backward(state, outputs.pop(), weight, stage)
-    if products is not None:
-        phase.gradients.prepare_micro_batch(0, 1)
+        gradients.finish_pass(stage_pass)
+    if all_products:
         stages.note("weights")
-        flush_weight_gradients(products)
+        for stage, products in all_products:
+            stage_pass = StagePass(Pass.WEIGHT, stage, True, stage == 0)
+            gradients.start_pass(stage_pass)
+            flush_weight_gradients(products)
+            gradients.finish_pass(stage_pass)
         stages.note("optimizer")
     return last
 

@@ -190,7 +190,9 @@ def _make_machines(names: tuple[str, str, str, str], gpus: int, layers: int) -> 
         raise WrongUse(gpu, found="the catalogue has no speed of it", cure="Name another --source.")
     slower = origin.get("host", 1.0)
     host = speed.host._replace(
-        forward_s=speed.host.forward_s * slower, backward_s=speed.host.backward_s * slower
+        forward_s=speed.host.forward_s * slower,
+        backward_s=speed.host.backward_s * slower,
+        step=msgspec.structs.replace(speed.host.step, piece_s=speed.host.step.piece_s * slower),
     )
     old = OLD_PRODUCTS.get((device.compute_capability or "").split(".")[0], 1.0)
     estimator = LayoutEstimator(

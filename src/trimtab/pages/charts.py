@@ -75,12 +75,21 @@ class Ratio:
     measured: str
 
 
-def draw_stack(
-    label: str, slices: list[BarPart], limits: list[LimitLine], *, whole: float, width: int
+def draw_stack(  # noqa: PLR0913 - parts, limits, and the size of the drawing
+    label: str,
+    slices: list[BarPart],
+    limits: list[LimitLine],
+    *,
+    whole: float,
+    width: int,
+    has_rows: bool = True,
 ) -> Markup:
-    """Draw the parts of a whole in one bar, then one row a part: its name, its bar and its value."""
+    """Draw the parts of a whole in one bar, then one row a part: its name, its bar and its value.
+
+    Without rows, the caller lists the parts itself.
+    """
     across = Scale(0, whole or 1.0, 0, width - 1)
-    top, thick = 30.0, 34.0
+    top, thick = 30.0 if limits else 2.0, 34.0
     parts, begin = [draw_box(0, top, width - 1, thick, "outline")], 0.0
     for slice_ in slices:
         end = begin + slice_.value
@@ -107,6 +116,8 @@ def draw_stack(
                 anchor=anchor,
             ),
         ]
+    if not has_rows:
+        return draw_svg(label, width, top + thick + (24 if len(limits) > 1 else 4), *parts)
     first = top + thick + 34
     return draw_svg(label, width, first + ROW * len(slices), *parts, _draw_rows(slices, first, width))
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from trimtab.pages.report_data import Profile, ReportData
     from trimtab.pages.svg import Markup
-    from trimtab.spec import Incident
+    from trimtab.spec import Incident, StepTime
     from trimtab.training.step_log import StepLine
 
 Row = tuple[str, ...]
@@ -63,14 +63,27 @@ class Figure:
     rows: tuple[Row, ...]
 
 
+def list_memory_parts(estimate: Estimate) -> list[BarPart]:
+    """Return the parts of a GPU's memory at the peak, and the blocks that torch keeps cached."""
+    parts = {name: getattr(estimate.parts, name) for name in estimate.parts.__struct_fields__}
+    parts["cached"] = max(0, estimate.process_bytes - estimate.parts.total)
+    return [BarPart(name, name, value, format_bytes(value)) for name, value in parts.items() if value]
+
+
+def list_time_parts(step: StepTime) -> list[BarPart]:
+    """Return the parts of the time of a step."""
+    names = {field: field.removesuffix("_s") for field in step.__struct_fields__}
+    return [
+        BarPart(name, name, getattr(step, field), format_seconds(getattr(step, field)))
+        for field, name in names.items()
+        if getattr(step, field)
+    ]
+
+
 def memory_figure(plan: Plan) -> Figure:
     """Show a GPU's memory by part."""
     estimate = plan.estimate
-    parts = {name: getattr(estimate.parts, name) for name in estimate.parts.__struct_fields__}
-    cached = max(0, estimate.process_bytes - estimate.parts.total)
-    slices = [BarPart(name, name, value, format_bytes(value)) for name, value in parts.items() if value]
-    if cached:
-        slices.append(BarPart("cached", "cached", cached, format_bytes(cached)))
+    slices = list_memory_parts(estimate)
     most = estimate.capacity_bytes or estimate.process_bytes
     total = max(most, estimate.band.high_bytes, sum(slice_.value for slice_ in slices))
     limits = [
@@ -131,12 +144,7 @@ def step_time_figure(estimate: Estimate) -> Figure | None:
     step = estimate.step_time
     if step is None or not step.total_s:
         return None
-    names = {field: field.removesuffix("_s") for field in step.__struct_fields__}
-    slices = [
-        BarPart(name, name, getattr(step, field), format_seconds(getattr(step, field)))
-        for field, name in names.items()
-        if getattr(step, field)
-    ]
+    slices = list_time_parts(step)
     largest = max(slices, key=lambda slice_: slice_.value)
     return Figure(
         "step-time",

@@ -245,6 +245,7 @@ def _format_way(value: object) -> str:
     return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
+NOT_TRACED = "not traced, because that takes long: plan with this pin to see what it buys"
 REASONED = ("base", "loss", "offload", "optimizer_rule", IN_BACKWARD)
 """Fields of a setting that get a reason only if they are not as usual."""
 
@@ -255,6 +256,10 @@ def _list_ways(question: PlanQuestion, estimator: Estimator, best: Evaluation) -
         setting = change_setting(best.setting, way)
         if setting == best.setting or find_in_backward_refusal(setting) is not None:
             continue
+        change = f"{way.name} ({way.typed})"
+        if way.is_slow_to_trace and not estimator.has_traces(setting, best.layout):
+            yield WhatIf(change=change, gpus=setting.gpus, why=NOT_TRACED)
+            continue
         try:
             estimate = estimator.estimate(setting, best.layout)
         except TrimtabError:
@@ -263,7 +268,7 @@ def _list_ways(question: PlanQuestion, estimator: Estimator, best: Evaluation) -
             continue
         totals = add_run_totals(estimate, setting, question.workload)
         yield WhatIf(
-            change=f"{way.name} ({way.typed})",
+            change=change,
             gpus=setting.gpus,
             setting=setting,
             estimate=totals,

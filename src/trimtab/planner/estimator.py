@@ -8,7 +8,7 @@ saves time and changes no result.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from trimtab.cache import make_key
@@ -56,6 +56,8 @@ LINK_UNUSED = frozenset({"devices"})
 LINK_WITHIN_UNUSED = LINK_UNUSED | {"source"}
 MIXED_SLACK = 0.9
 """Factor of the lower bound on memory with some blocks recomputed."""
+MAX_SETTINGS = 2**16
+"""Settings whose keys and variants are remembered."""
 STATIC_PARTS = (PARTS.index("weights"), PARTS.index("optimizer"))
 
 
@@ -151,6 +153,12 @@ class TraceEstimator:
     """Bytes of estimated settings by micro-batch, by family."""
     names: dict[Layout, str] = field(default_factory=dict)
     """The layout's part of an estimate key."""
+    alone: dict[Layout, Layout] = field(default_factory=dict)
+    """Layouts of only one of their devices."""
+    stripped: dict[Layout, Device] = field(default_factory=dict)
+    """Devices without the fields that no trace depends on."""
+    unknown: dict[tuple[Setting, Layout], int] = field(default_factory=dict)
+    """Settings whose time does not follow from this many traces."""
 
     def has_traces(self, setting: Setting, layout: Layout) -> bool:
         """Whether an estimate follows from traces of this question, directly or by a line.
@@ -158,7 +166,7 @@ class TraceEstimator:
         Traces that an earlier question left on disk do not count, so that the same question always gets the
         same plan.
         """
-        device = strip_device(layout.device)
+        device = self._strip(layout)
         return self._has_result(setting, layout) or all(
             self._trace_key(part, device) in self.traces or self._is_on_line(part, device)
             for part in self._trace_parts(setting)
@@ -190,6 +198,7 @@ class TraceEstimator:
             matched={},
             block_counts={},
             needs={},
+            unknown={},
         )
 
     def prepare(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
@@ -199,7 +208,7 @@ class TraceEstimator:
         for setting, layout in requests:
             if self._has_result(setting, layout):
                 continue
-            device = strip_device(layout.device)
+            device = self._strip(layout)
             for part in self._trace_parts(setting):
                 key = self._trace_key(part, device)
                 if key not in self.traces:
@@ -208,10 +217,10 @@ class TraceEstimator:
         for layout, settings in by_device.values():
             first, *others = settings.values()
             self.say(f"tracing {summarize_setting(first)}" + f" and {len(others)} more" * bool(others))
-            answers = self.trace_all(list(settings.values()), strip_device(layout.device), self.changes)
+            answers = self.trace_all(list(settings.values()), self._strip(layout), self.changes)
             for key, answer in zip(settings, answers, strict=True):
                 self.traces[key] = answer
-                line = self._line_key(settings[key], strip_device(layout.device))
+                line = self._line_key(settings[key], self._strip(layout))
                 self.lines.setdefault(line, set()).add(settings[key].micro_batch)
                 if isinstance(answer, TrimtabError):
                     self.failures_by_family.setdefault(family_times[key], []).append(answer)
@@ -263,7 +272,7 @@ class TraceEstimator:
             return self._compute_estimate(setting, layout, self._estimate_key(setting, layout))
         on_a_line = trace is not None
         if trace is None:
-            traced, device = to_traced_setting(setting), strip_device(layout.device)
+            traced, device = to_traced_setting(setting), self._strip(layout)
             (trace,) = self.trace_all([traced], device, self.changes)
             self.derived[self._trace_key(traced, device)] = trace
         if isinstance(trace, TrimtabError):
@@ -290,7 +299,7 @@ class TraceEstimator:
 
     def _derive_trace(self, setting: Setting, layout: Layout) -> Answer | None:
         """Return the trace of a setting derived from loaded traces; None if one is missing."""
-        traced, device = to_traced_setting(setting), strip_device(layout.device)
+        traced, device = to_traced_setting(setting), self._strip(layout)
         key = self._trace_key(traced, device)
         if key not in self.derived and self._is_mixed(setting):
             mix = self._match(setting, layout)
@@ -313,8 +322,8 @@ class TraceEstimator:
 
     def _match(self, setting: Setting, layout: Layout) -> RecomputeMix | TrimtabError | None:
         """Return the traces with none and with all blocks recomputed, matched; None if one is missing."""
-        none, full = setting.replace(recompute=Recompute.NONE), setting.replace(recompute=Recompute.FULL)
-        device = strip_device(layout.device)
+        none, full = set_recompute(setting, Recompute.NONE), set_recompute(setting, Recompute.FULL)
+        device = self._strip(layout)
         key = self._trace_key(to_traced_setting(none), device)
         if key not in self.matched:
             ends = [self._derive_trace(end, layout) for end in (none, full)]
@@ -332,7 +341,7 @@ class TraceEstimator:
 
     def _recomputed_share(self, setting: Setting, layout: Layout) -> float | None:
         """Return the share of blocks that a setting recomputes; None if their number is not known yet."""
-        line = self._line_key(to_traced_setting(setting.replace(recompute=Recompute.NONE)), layout.device)
+        line = self._line_key(to_traced_setting(set_recompute(setting, Recompute.NONE)), layout.device)
         if line not in self.block_counts:
             mix = self._match(setting, layout)
             if mix is None or isinstance(mix, TrimtabError):
@@ -344,14 +353,14 @@ class TraceEstimator:
     def _mixed_time(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float | None:
         """Return the time on the line between none and all blocks recomputed; None if an end is missing."""
         share = self._recomputed_share(setting, layout)
-        none = known_time(setting.replace(recompute=Recompute.NONE), layout)
-        full = known_time(setting.replace(recompute=Recompute.FULL), layout)
+        none = known_time(set_recompute(setting, Recompute.NONE), layout)
+        full = known_time(set_recompute(setting, Recompute.FULL), layout)
         return None if share is None or none is None or full is None else none + share * (full - none)
 
     def _mix_times(self, setting: Setting, layout: Layout) -> dict[str, Any]:
         """Return the time fields of an estimate with some blocks recomputed."""
         none, full = (
-            self.estimate(setting.replace(recompute=end), layout) for end in (Recompute.NONE, Recompute.FULL)
+            self.estimate(set_recompute(setting, end), layout) for end in (Recompute.NONE, Recompute.FULL)
         )
         return mix_times(none, full, self._recomputed_share(setting, layout) or 0.0)
 
@@ -366,7 +375,7 @@ class TraceEstimator:
             return 0
         ends = []
         for recompute in (Recompute.NONE, Recompute.FULL):
-            points = self.needs.get(self._family_key(setting.replace(recompute=recompute), layout), {})
+            points = self.needs.get(self._family_key(set_recompute(setting, recompute), layout), {})
             need = points.get(setting.micro_batch) or predict_on_line(points, setting.micro_batch)
             if need is None:
                 return 0
@@ -375,7 +384,7 @@ class TraceEstimator:
 
     def _has_anchors(self, setting: Setting, layout: Layout) -> bool:
         """Whether the traces are loaded from which a setting's trace is derived."""
-        device = strip_device(layout.device)
+        device = self._strip(layout)
         parts = [self.traces.get(self._trace_key(part, device)) for part in self._trace_parts(setting)]
         return not any(part is None or isinstance(part, TrimtabError) for part in parts)
 
@@ -402,18 +411,18 @@ class TraceEstimator:
         """Return the bound after computing the time without recompute, if two traces give it."""
         if strategy_of(setting).is_bounded_by_one_device:
             # Its bound comes from the time of one device with the same micro-batches.
-            alone = keep_one_device(layout)
+            alone = self._keep_one(layout)
             if self._traced_time(one_replica(setting), alone) is None:
                 self.tighten_bound(one_replica(setting), alone)
             return self.lower_bound(setting, layout)
-        none = setting.replace(recompute=Recompute.NONE)
+        none = set_recompute(setting, Recompute.NONE)
         if none.micro_batch == 1 and none.accumulation > 1:
             # One sample needs its own trace. Two take less time per sample, and so bound it.
             rounds = -(-none.accumulation // 2)
             none = none.replace(
                 micro_batch=2, accumulation=rounds, global_batch=2 * rounds * none.data_parallel, shares=()
             )
-        device = strip_device(layout.device)
+        device = self._strip(layout)
         lines = [self.lines.get(self._line_key(part, device), set()) for part in self._trace_parts(none)]
         if all(len(line) > 1 for line in lines) and self._traced_time(none, layout) is None:
             self.prepare([(none, layout)])
@@ -425,11 +434,11 @@ class TraceEstimator:
         ends = (Recompute.NONE, Recompute.FULL) if self._is_mixed(setting) else (setting.recompute,)
         strategy = strategy_of(traced)
         return [
-            part for end in ends for part in strategy.trace_parts(traced.replace(recompute=end), self.direct)
+            part for end in ends for part in strategy.trace_parts(set_recompute(traced, end), self.direct)
         ]
 
     def _line_key(self, setting: Setting, device: Device) -> str:
-        return self._trace_key(setting.replace(micro_batch=1, global_batch=setting.data_parallel), device)
+        return self._trace_key(trace_one_sample(setting), device)
 
     def _bound_time(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
         """Return a lower bound on the time of a setting that was not traced.
@@ -440,7 +449,7 @@ class TraceEstimator:
         """
         # Activations on the host take longer to copy if more of them are stored.
         is_slower = Offload.ACTIVATIONS not in setting.offload
-        none = setting.replace(recompute=Recompute.NONE) if is_slower else setting
+        none = set_recompute(setting, Recompute.NONE) if is_slower else setting
         without = known_time(none, layout) if none != setting else None
         above = max(self._bound_by_larger(either, layout) for either in (setting, none))
         strategy = strategy_of(setting)
@@ -454,7 +463,7 @@ class TraceEstimator:
 
     def _bound_alone(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
         """Return a lower bound on the time of one replica's samples on one device."""
-        replica, alone = one_replica(setting), keep_one_device(layout)
+        replica, alone = one_replica(setting), self._keep_one(layout)
         seconds = known_time(replica, alone)
         return self._bound_time(replica, alone, known_time) if seconds is None else seconds
 
@@ -476,23 +485,22 @@ class TraceEstimator:
         )
 
     def _family_key(self, setting: Setting, layout: Layout) -> str:
-        smallest = setting.replace(
-            micro_batch=1,
-            accumulation=1,
-            global_batch=setting.data_parallel,
-            allocator=Allocator.DEFAULT,
-            shares=(),
-        )
-        return self._estimate_key(smallest, layout)
+        return self._estimate_key(with_one_sample(setting), layout)
 
     def _stored_time(self, setting: Setting, layout: Layout) -> float | None:
-        return self.results.times.get(
-            self._estimate_key(setting.replace(allocator=Allocator.DEFAULT), layout)
-        )
+        return self.results.times.get(self._estimate_key(use_default_allocator(setting), layout))
 
     def _traced_time(self, setting: Setting, layout: Layout) -> float | None:
         """Return the time from loaded traces, without a memory replay; None if a trace is missing."""
-        key = self._estimate_key(setting.replace(allocator=Allocator.DEFAULT), layout)
+        if self.unknown.get((setting, layout)) == len(self.traces):
+            return None
+        seconds = self._time_from_traces(setting, layout)
+        if seconds is None:
+            self.unknown[setting, layout] = len(self.traces)
+        return seconds
+
+    def _time_from_traces(self, setting: Setting, layout: Layout) -> float | None:
+        key = self._estimate_key(use_default_allocator(setting), layout)
         if key not in self.results.times and self._is_mixed(setting):
             seconds = self._mixed_time(setting, layout, self._traced_time)
             if seconds is None:
@@ -517,7 +525,7 @@ class TraceEstimator:
             assert not isinstance(answer, TrimtabError)  # noqa: S101
             return self.clock(answer, setting, layout, self.calibration_of(layout.device))
 
-        key = self._estimate_key(setting.replace(allocator=Allocator.DEFAULT), layout)
+        key = self._estimate_key(use_default_allocator(setting), layout)
         if key not in self.results.times:
             self.results.times[key] = self.cache.time(key, compute) if keep else compute()
         seconds = self.results.times[key]
@@ -537,10 +545,10 @@ class TraceEstimator:
         if stored not in self.results.static_bytes:
             shares = strategy.weight_shares(setting.mesh) or 1
             self.results.static_bytes[stored] = count_static_bytes(trace) * shares
-        alone, single = keep_one_device(layout), one_micro_batch(setting)
+        alone, single = self._keep_one(layout), one_micro_batch(setting)
         for compiled in (False, True):
             like = single.replace(compile=compiled)
-            key = f"{self._trace_key(setting, strip_device(layout.device))} {compiled}"
+            key = f"{self._trace_key(setting, self._strip(layout))} {compiled}"
             clock = partial(self.clock, keep_compute(trace), like, alone, self.calibration_of(layout.device))
             seconds = self.cache.time(key, clock)
             if seconds is None:
@@ -578,11 +586,21 @@ class TraceEstimator:
             )
             host = tuple((node.ram_bytes, node.cpu_cores) for node in layout.cluster.nodes)
             measured = tuple(map(make_key, layout.cluster.collectives))
-            name = f"{strip_device(layout.device).fingerprint()} {nodes} {links} {host}"
+            name = f"{self._strip(layout).fingerprint()} {nodes} {links} {host}"
             self.names[layout] = f"{name} {measured}" if measured else name
         is_direct = strategy_of(setting).is_sharded and setting.mesh.dp_shard in self.direct
         direct = " direct" if is_direct else ""
         return f"{self.names[layout]} {setting_key(setting)}{direct}"
+
+    def _strip(self, layout: Layout) -> Device:
+        if layout not in self.stripped:
+            self.stripped[layout] = strip_device(layout.device)
+        return self.stripped[layout]
+
+    def _keep_one(self, layout: Layout) -> Layout:
+        if layout not in self.alone:
+            self.alone[layout] = keep_one_device(layout)
+        return self.alone[layout]
 
 
 def _match_traces(none: Trace, full: Trace) -> RecomputeMix | TrimtabError:
@@ -656,6 +674,7 @@ def keep_one_device(layout: Layout) -> Layout:
     return replace(layout, places=layout.places[:1], cluster=layout.cluster.replace(nodes=(node,), links=()))
 
 
+@lru_cache(maxsize=MAX_SETTINGS)
 def setting_key(setting: Setting) -> str:
     """Return a setting as a key: every field but those that no estimate depends on."""
     # If branches have different numbers of copies, the rounds of each depend on the whole batch.
@@ -681,6 +700,37 @@ def is_guessed(setting: Setting) -> bool:
     return setting.compile and not to_traced_setting(setting).compile
 
 
+@lru_cache(maxsize=MAX_SETTINGS)
+def set_recompute(setting: Setting, recompute: Recompute) -> Setting:
+    """Return the setting with another way of recomputing."""
+    return setting.replace(recompute=recompute)
+
+
+@lru_cache(maxsize=MAX_SETTINGS)
+def use_default_allocator(setting: Setting) -> Setting:
+    """Return the setting with the default allocator, on which no time depends."""
+    return setting.replace(allocator=Allocator.DEFAULT)
+
+
+@lru_cache(maxsize=MAX_SETTINGS)
+def trace_one_sample(setting: Setting) -> Setting:
+    """Return a traced setting at micro-batch 1."""
+    return setting.replace(micro_batch=1, global_batch=setting.data_parallel)
+
+
+@lru_cache(maxsize=MAX_SETTINGS)
+def with_one_sample(setting: Setting) -> Setting:
+    """Return the setting at micro-batch 1, without accumulation: the same for a whole family."""
+    return setting.replace(
+        micro_batch=1,
+        accumulation=1,
+        global_batch=setting.data_parallel,
+        allocator=Allocator.DEFAULT,
+        shares=(),
+    )
+
+
+@lru_cache(maxsize=MAX_SETTINGS)
 def to_traced_setting(setting: Setting) -> Setting:
     """Return the setting to trace: fields that do not affect the trace get a fixed value.
 

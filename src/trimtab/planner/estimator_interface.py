@@ -7,6 +7,7 @@ formulas.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -28,10 +29,17 @@ class Layout:
         """Number of devices."""
         return len(self.places)
 
-    @property
+    @cached_property
     def device(self) -> Device:
         """The device with the least available memory."""
         return min(self.cluster.devices, key=available_bytes)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.places)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def kinds(self) -> tuple[str, ...]:

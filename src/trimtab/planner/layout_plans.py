@@ -239,7 +239,7 @@ def make_setting(layout: DecoderLayout) -> Setting:
     strategy = strategy_by_degrees(
         replicated=not is_alone and (has_copies or copies > 1),
         sharded=not is_alone and not has_copies,
-        staged=not has_copies and layout.pp > 1 and not is_split and shards == 1,
+        staged=not has_copies and layout.pp > 1 and not is_split,
     )
     degrees = {axis: degree for axis in AXES if (degree := getattr(layout, axis)) > 1}
     return Setting(

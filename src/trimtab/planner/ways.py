@@ -41,6 +41,8 @@ class WayToFit:
     """Whether the part that it shrinks is large."""
     compiles: bool = True
     """Whether it works with torch.compile."""
+    is_slow_to_trace: bool = False
+    """Whether every block of a model has to be traced, which can take longer than the plan itself."""
 
     def is_free(self, pins: Mapping[str, object]) -> bool:
         """Whether the user has not decided this already, and nothing that excludes it."""
@@ -101,6 +103,7 @@ WAYS = (
         allow="offload",
         is_large=lambda parts: parts.activations > LARGE * _total(parts),
         compiles=False,
+        is_slow_to_trace=True,
     ),
 )
 ALLOWED = tuple(dict.fromkeys(way.allow for way in WAYS if way.allow))

@@ -348,8 +348,14 @@ class LayoutEstimator:
     def _pass_s(self, passed: BlockPass, again: tuple[Work, ...] = ()) -> tuple[float, float]:
         """Return the seconds of device and host for a forward and a backward pass."""
         device = sum(map(self._device_s, (passed.forward, again, passed.backward)))
-        launch = self.host.forward_s * (len(passed.forward) + len(again))
-        return device, launch + self.host.backward_s * len(passed.backward)
+        forward = self._launch_s((*passed.forward, *again), self.host.forward_s)
+        return device, forward + self._launch_s(passed.backward, self.host.backward_s)
+
+    def _launch_s(self, works: tuple[Work, ...], each_s: float) -> float:
+        """Return the seconds of the host to launch operations; calls of libraries take several pieces."""
+        facts = self.host.step
+        pieces = sum((facts.pieces_of(op) - 1) * count for op, count in Counter(w.op for w in works).items())
+        return each_s * len(works) + facts.piece_s * pieces
 
     def _time_block(self, share: RankShare, recompute: BlockRecompute, *, dense: bool = False) -> PassTime:
         block = list_block(self.shape, share, dense=dense)

@@ -117,6 +117,9 @@ def roofline_s(work: Work, device: Rates) -> float:
     """Return the seconds of an operation if every kernel were as efficient as large ones."""
     facts = device.law
     moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * facts.streamed)
+    if work.kind == "pointwise":
+        # Each kernel of an operation such as roll moves all of it.
+        moving *= max(1, work.kernels)
     computing = 0.0
     if work.kind == "optimizer":
         # Updates with states in few bits search tables: the instructions of that are counted, not arithmetic.

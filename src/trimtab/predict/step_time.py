@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.cache import MemoryCache, make_key
@@ -85,6 +86,7 @@ def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
     # A step has thousands of operations, but only about a hundred different ones.
     cached_costs: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}, {}, {}, {}]
     in_graphs = _list_compiled(works) if compiled else [False] * len(works)
+    calls = _find_call_costs(works, backward, facts, selective=selective)
     for place, (work, in_graph) in enumerate(zip(works, in_graphs, strict=True)):
         behind = place in backward
         after = bool(backward) and place >= backward.stop
@@ -92,9 +94,11 @@ def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
         cost = costs.get(id(work))
         if cost is None:
             launch = _host_seconds(work, host, backward=behind, after=after, compiled=in_graph)
-            is_module = work.kind == "call" and work.op != UPDATE_CALL
-            if selective and is_module and not in_graph and not after:
-                launch += facts.selective_s
+            if _is_module_call(work) and not in_graph and not after:
+                launch += calls.backward_s if behind else calls.forward_s
+            elif behind and work.fresh and calls.backward_s and not in_graph:
+                # Products that are computed again have shapes of the forward pass, which are known by now.
+                launch -= calls.repeated * facts.fresh_s
             cost = costs[id(work)] = launch, _device_seconds(work, pace, facts.gap_s)
         launch, device_s = cost
         host_clock += launch
@@ -116,6 +120,63 @@ def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
             device_clock = max(device_clock, host_clock)
         ends.append(device_clock)
     return Clocks(max(host_clock, device_clock), busy, host_clock - waited)
+
+
+class CallCosts(NamedTuple):
+    """What recomputing adds to the host's cost of each module call."""
+
+    forward_s: float
+    backward_s: float
+    repeated: float
+    """Share of the fresh products of the backward pass that repeat one of the forward pass."""
+
+
+def _is_module_call(work: Work) -> bool:
+    return work.kind == "call" and work.op != UPDATE_CALL
+
+
+def _find_call_costs(works: list[Work], backward: range, facts: StepFacts, *, selective: bool) -> CallCosts:
+    """Return what the Python code of torch's checkpoint costs the host, for each call of a module.
+
+    A trace does not mark which operations of the backward pass are computed again, but it has the calls of
+    their modules. They run the mean number of operations of a call of the forward pass.
+    """
+    repeats = [place for place in backward if _is_module_call(works[place])]
+    again = len(repeats)
+    forward = works[: backward.start]
+    calls = sum(map(_is_module_call, forward))
+    if not again or not calls:
+        return CallCosts(0.0, 0.0, 0.0)
+    share = min(1.0, again / calls)
+    saved = sum(map(_saves_tensor, forward)) / calls
+    watched = sum(work.kind not in {"call", "wait"} for work in forward) / calls if selective else 0.0
+    forward_s = share * (saved * facts.saved_s + watched * facts.watched_s)
+    fresh = [sum(works[place].fresh for place in places) for places in (range(backward.start), backward)]
+    return CallCosts(
+        forward_s=forward_s,
+        backward_s=saved * facts.restored_s
+        + watched * facts.watched_s
+        + _count_blocks(repeats) * facts.block_s / again,
+        repeated=min(1.0, share * fresh[0] / fresh[1]) if fresh[1] else 0.0,
+    )
+
+
+def _saves_tensor(work: Work) -> bool:
+    """Return whether an operation is taken to save a tensor for the backward pass: any float but a cast."""
+    is_float = work.dtype.startswith(("float", "bfloat", "tf32"))
+    return work.kernels > 0 and is_float and work.op not in CASTS
+
+
+def _count_blocks(calls: list[int]) -> int:
+    """Return how many blocks are computed again, by the places of their calls in the backward pass.
+
+    Between two blocks is the backward pass of the first one: the longest stretch without a call.
+    """
+    gaps = [later - earlier for earlier, later in pairwise(calls)]
+    return 1 + sum(2 * gap > max(gaps) for gap in gaps)
+
+
+CASTS = {"aten::_to_copy", "aten::copy_"}
 
 
 def _list_compiled(works: list[Work]) -> list[bool]:

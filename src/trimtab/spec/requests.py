@@ -210,6 +210,13 @@ TensorParallel = Annotated[
         "strategy single means fsdp over the rest of the GPUs."
     ),
 ]
+PipelineParallel = Annotated[
+    int,
+    option(
+        "Pipeline parallelism: number of stages. The strategy then says what the GPUs of a stage hold: "
+        "shards of it (fsdp, hsdp; single means fsdp), or copies (ddp, pipeline)."
+    ),
+]
 ContextParallel = Annotated[
     int,
     option(
@@ -406,6 +413,7 @@ class EstimateRequest(JobOrCommand, frozen=True, kw_only=True):
     schedule: ScheduleName = "1f1b"
     virtual_stages: VirtualStages = None
     gpus: GpuCount = None
+    pp: PipelineParallel = 1
     tp: TensorParallel = 1
     cp: ContextParallel = 1
     cp_method: ContextMethodName = "ring"
@@ -447,6 +455,7 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     schedule: ScheduleName = "1f1b"
     virtual_stages: VirtualStages = None
     gpus: GpuCount = None
+    pp: PipelineParallel = 1
     tp: TensorParallel = 1
     cp: ContextParallel = 1
     cp_method: ContextMethodName = "ring"
@@ -459,6 +468,42 @@ class MaxRequest(JobOnDevices, frozen=True, kw_only=True):
     clip: Clip = None
     options: JobOptions = None
     cache: Cache = True
+    say: Say = ignore_message
+
+
+class ExploreRequest(JobOnDevices, frozen=True, kw_only=True):
+    """Arguments of `trimtab explore`: the job, and the configuration that the page starts with."""
+
+    network: Network = None
+    host_memory: HostMemorySize = None
+    micro_batch: Annotated[
+        int | None,
+        option(
+            "Samples per forward pass on one rank to start with; default: 8, or the job's global batch if "
+            "that is smaller.",
+            minimum=1,
+        ),
+    ] = None
+    precision: PrecisionName = "bf16"
+    base: BaseName = "none"
+    loss: LossName = "whole"
+    recompute: RecomputeName = "none"
+    offload: OffloadWords = "none"
+    strategy: Annotated[
+        str | None,
+        option("How the work is spread over GPUs; default: single, or ddp on several GPUs."),
+    ] = None
+    optimizer: OptimizerName = "fused"
+    allocator: AllocatorName = "default"
+    clip: Clip = None
+    price: Annotated[float | None, option("Price of one GPU for one hour.", minimum=0.0)] = None
+    to: Annotated[
+        str | None,
+        option("Config file that the page offers to write into, with a diff first.", metavar="FILE[:PATH]"),
+    ] = None
+    options: JobOptions = None
+    port: Annotated[int, option("Port on 127.0.0.1; default: any free one.", metavar="N", minimum=0)] = 0
+    browser: Annotated[bool, option("Print the address and open no browser.", "--no-browser")] = True
     say: Say = ignore_message
 
 

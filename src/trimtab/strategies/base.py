@@ -32,6 +32,8 @@ class Wrapping(Enum):
     """What one branch of the loss needs."""
     STAGE = auto()
     """Some of the layers."""
+    STAGE_SHARDS = auto()
+    """A share of every parameter of some of the layers (FSDP2)."""
 
 
 class Derivation(Enum):
@@ -254,17 +256,17 @@ class ParallelStrategy(ABC):
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards parameters, gradients and optimizer state."""
-        return self.wrapping is Wrapping.SHARDS
+        return self.wrapping in {Wrapping.SHARDS, Wrapping.STAGE_SHARDS}
 
     @property
     def has_schedule(self) -> bool:
         """Whether ranks run forward and backward passes by a schedule, in pipeline stages."""
-        return self.wrapping is Wrapping.STAGE
+        return self.wrapping in {Wrapping.STAGE, Wrapping.STAGE_SHARDS}
 
     @property
     def is_built_on_host(self) -> bool:
         """Whether a device holds a share of the model only, so that the model is built on the host."""
-        return self.wrapping in {Wrapping.SHARDS, Wrapping.STAGE}
+        return self.is_sharded or self.has_schedule
 
     @property
     def is_in_frameworks(self) -> bool:
@@ -279,6 +281,10 @@ class ParallelStrategy(ABC):
         return (
             f"{self.word} with sync_batchnorm: its ranks run different layers, and all must run the same ones"
         )
+
+    def on(self, mesh: Mesh) -> ParallelStrategy:
+        """Return the strategy as it is on a mesh, where it depends on it."""
+        return self
 
     # which meshes are legal, and why not
 
@@ -363,9 +369,22 @@ class ParallelStrategy(ABC):
         return mesh.replace(ep=ep)
 
     def meshes_within(  # noqa: PLR0913 - the degrees are named
-        self, gpus: int, *, nodes: int = 1, branches: int = 0, tp: int = 1, cp: int = 1, ep: int = 1
+        self,
+        gpus: int,
+        *,
+        nodes: int = 1,
+        branches: int = 0,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        pp: int | None = None,
+        dp_shard: int | None = None,
     ) -> Iterator[Mesh]:
-        """Yield every mesh on all of these GPUs with so many ranks along its inner axes."""
+        """Yield every mesh on all of these GPUs with so many ranks along its inner axes.
+
+        `pp` and `dp_shard` are given if they are fixed; stages are sharded or split only where both are asked
+        for, because each such mesh is traced by itself.
+        """
         if ep > 1:
             if self.expert_refusal(ep) is None:
                 meshes = self.meshes_within(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp)

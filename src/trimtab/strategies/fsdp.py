@@ -82,33 +82,9 @@ class FsdpStrategy(ParallelStrategy):
         return mesh.shards * mesh.tp
 
     def exposed_s(self, traffic: Traffic) -> float:
-        """Return what is not hidden of gathering weights before each use and scattering gradients after.
-
-        Each runs while the block before it computes. Ranks that hold shards of the same part of a layer are
-        as far apart as there are ranks that split layers; what those exchange is never hidden.
-        """
-        setting, links = traffic.setting, traffic.links
-        shards, tp = setting.mesh.shards, setting.mesh.tp
-        gathers = [_find_call(work, setting.mesh) for work in traffic.collectives() if "gather" in work.op]
-        scatters = [_find_call(work, setting.mesh) for work in traffic.collectives() if "scatter" in work.op]
-        gathered = sum(links.all_gather_s(call.size, call.ranks, apart=call.apart) for call in gathers)
-        scattered = sum(links.reduce_scatter_s(call.size, call.ranks, apart=call.apart) for call in scatters)
-        largest = max(gathers, key=lambda call: call.size, default=Call("all_gather", 0, shards, tp))
-        first = links.all_gather_s(largest.size, largest.ranks, apart=largest.apart)
-        passes = setting.accumulation
-        forward = max(first, gathered / 2 - traffic.hidden_forward_s)
-        backward = max(0.0, gathered / 2 + scattered - traffic.hidden_backward_s)
-        last = backward
-        if setting.mesh.dp_replicate > 1:
-            # In the last backward pass copies of shards are summed while shards are gathered and scattered.
-            # Gathers and scatters are calls of one communicator, which runs them in turn.
-            own = [*scatters, *gathers[: len(gathers) // 2]]
-            # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
-            shard_bytes = traffic.trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // (shards * tp)
-            copies = [Call("all_reduce", shard_bytes, setting.mesh.dp_replicate, shards * tp)]
-            last = max(backward, links.together_s([own, copies]) - traffic.hidden_backward_s)
-        sharded = passes * forward + (passes - 1) * backward + last
-        return sharded + traffic.within_layers_s() + traffic.experts_s() + traffic.statistics_s()
+        """Return what is not hidden of shards, of split layers, of experts and of shared statistics."""
+        inside = traffic.within_layers_s() + traffic.experts_s() + traffic.statistics_s()
+        return find_shards_s(traffic) + inside
 
     def explain(self, mesh: Mesh) -> str:
         """Say what is cut, and in how many parts."""
@@ -122,3 +98,32 @@ class FsdpStrategy(ParallelStrategy):
     def config_mesh(self, gpus: int, shards: int | None) -> Mesh:
         """Return shards over all devices."""
         return Mesh(dp_shard=gpus)
+
+
+def find_shards_s(traffic: Traffic) -> float:
+    """Return what is not hidden of gathering weights before each use and scattering gradients after.
+
+    Each runs while the block before it computes. Ranks that hold shards of the same part of a layer are
+    as far apart as there are ranks that split layers; what those exchange is never hidden.
+    """
+    setting, links = traffic.setting, traffic.links
+    shards, tp = setting.mesh.shards, setting.mesh.tp
+    gathers = [_find_call(work, setting.mesh) for work in traffic.collectives() if "gather" in work.op]
+    scatters = [_find_call(work, setting.mesh) for work in traffic.collectives() if "scatter" in work.op]
+    gathered = sum(links.all_gather_s(call.size, call.ranks, apart=call.apart) for call in gathers)
+    scattered = sum(links.reduce_scatter_s(call.size, call.ranks, apart=call.apart) for call in scatters)
+    largest = max(gathers, key=lambda call: call.size, default=Call("all_gather", 0, shards, tp))
+    first = links.all_gather_s(largest.size, largest.ranks, apart=largest.apart)
+    passes = setting.accumulation
+    forward = max(first, gathered / 2 - traffic.hidden_forward_s)
+    backward = max(0.0, gathered / 2 + scattered - traffic.hidden_backward_s)
+    last = backward
+    if setting.mesh.dp_replicate > 1:
+        # In the last backward pass copies of shards are summed while shards are gathered and scattered.
+        # Gathers and scatters are calls of one communicator, which runs them in turn.
+        own = [*scatters, *gathers[: len(gathers) // 2]]
+        # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
+        shard_bytes = traffic.trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // (shards * tp)
+        copies = [Call("all_reduce", shard_bytes, setting.mesh.dp_replicate, shards * tp)]
+        last = max(backward, links.together_s([own, copies]) - traffic.hidden_backward_s)
+    return passes * forward + (passes - 1) * backward + last

@@ -6,7 +6,16 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from trimtab.spec import Mesh, Schedule, Strategy
-from trimtab.strategies.base import ParallelStrategy, RankKind, Waits, Wrapping, on_mesh, usual_strategy
+from trimtab.strategies.base import (
+    ParallelStrategy,
+    RankKind,
+    Refusal,
+    Waits,
+    Wrapping,
+    on_mesh,
+    usual_strategy,
+)
+from trimtab.strategies.fsdp import explain_tensor_ranks, find_shards_s
 from trimtab.strategies.schedules import (
     PipelineShape,
     StageTimes,
@@ -52,6 +61,10 @@ class PipelineStrategy(ParallelStrategy):
     )
     why_not_compiled = "a stage ends in the middle of the model, which a compiler cannot follow"
 
+    def on(self, mesh: Mesh) -> ParallelStrategy:
+        """Return the strategy of sharded stages, where several ranks hold shards of a stage."""
+        return _SHARDED if mesh.shards * mesh.tp > 1 else self
+
     def explain_illegal(self, setting: Setting) -> str:
         """Return why the schedule of a setting cannot have its micro-batches; empty if it can."""
         return explain_illegal(find_shape(setting))
@@ -66,6 +79,25 @@ class PipelineStrategy(ParallelStrategy):
             if gpus % stages == 0:
                 yield Mesh(pp=stages, dp_replicate=gpus // stages)
 
+    def meshes_within(  # noqa: PLR0913 - the degrees are named
+        self,
+        gpus: int,
+        *,
+        nodes: int = 1,
+        branches: int = 0,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        pp: int | None = None,
+        dp_shard: int | None = None,
+    ) -> Iterator[Mesh]:
+        """Yield the meshes with copies of each stage; with a fixed `pp`, those with so many shards of it."""
+        shards = dp_shard or 1
+        if pp is None or shards * tp == 1 or cp * ep > 1:
+            yield from super().meshes_within(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
+        elif pp > 1 and gpus % (pp * shards * tp) == 0:
+            yield Mesh(pp=pp, dp_shard=shards, tp=tp, dp_replicate=gpus // (pp * shards * tp))
+
     def resized(self, mesh: Mesh, ranks: int, *, nodes: int = 1, branches: int = 0) -> tuple[Strategy, Mesh]:
         """Return as many stages as until now, or fewer on fewer ranks; else shards.
 
@@ -75,8 +107,12 @@ class PipelineStrategy(ParallelStrategy):
             return usual_strategy(ranks)
         if ranks < mesh.pp or ranks % mesh.pp == 0:
             stages = min(mesh.pp, ranks)
-            return self.word, Mesh(pp=stages, dp_replicate=ranks // stages)
+            return self.word, self._share_stage(Mesh(pp=stages), mesh, ranks // stages)
         return Strategy.FSDP, Mesh(dp_shard=ranks)
+
+    def _share_stage(self, stages: Mesh, mesh: Mesh, ranks: int) -> Mesh:
+        """Return the mesh of stages with so many ranks each; `mesh` is the one until now."""
+        return stages.replace(dp_replicate=ranks)
 
     def least_rounds(self, mesh: Mesh) -> int:
         """Return as many micro-batches as keep all stages busy."""
@@ -165,14 +201,78 @@ class PipelineStrategy(ParallelStrategy):
         return shared + max(0.0, own - traffic.hidden_backward_s)
 
     def describe(self, mesh: Mesh) -> str:
-        """Return the stages and their copies: pipeline of 2 stages x 2."""
+        """Return the stages, their copies and their shards: pipeline of 2 stages x 2, or x 2 shards."""
         copies = f" x {mesh.dp_replicate}" * (mesh.dp_replicate > 1)
-        return f"pipeline of {mesh.pp} stages{copies}"
+        shards = f" x {mesh.dp_shard} shards" * (mesh.dp_shard > 1)
+        return f"pipeline of {mesh.pp} stages{copies}{shards}{f' x tp {mesh.tp}' * (mesh.tp > 1)}"
 
     def explain(self, mesh: Mesh) -> str:
         """Say in how many stages the layers are cut."""
         copies = f", each on {mesh.dp_replicate} GPUs" * (mesh.dp_replicate > 1)
-        return f"the layers are cut in {mesh.pp} stages{copies}"
+        shards = f"; weights, gradients and optimizer state of a stage are cut in {mesh.dp_shard}"
+        cut = shards * (mesh.dp_shard > 1) + explain_tensor_ranks(mesh)
+        return f"the layers are cut in {mesh.pp} stages{copies}{cut}"
+
+    def config_form(self, setting: Setting) -> Setting:
+        """Return the strategy of the ranks of a stage, beside which frameworks have a degree of stages."""
+        mesh = setting.mesh
+        if mesh.dp_shard > 1:
+            return setting.replace(strategy=Strategy.HSDP if mesh.dp_replicate > 1 else Strategy.FSDP)
+        return setting if mesh.dp_replicate == 1 else setting.replace(strategy=Strategy.DDP)
+
+
+class ShardedPipelineStrategy(PipelineStrategy):
+    """Stages whose weights, gradients and optimizer state are cut over several ranks each, by FSDP2."""
+
+    wrapping = Wrapping.STAGE_SHARDS
+
+    def on(self, mesh: Mesh) -> ParallelStrategy:
+        """Return the strategy of whole stages, where a rank holds all of its stage."""
+        return self if mesh.shards * mesh.tp > 1 else STAGES
+
+    def tensor_refusal(self, tp: int) -> Refusal | None:
+        """Refuse to split the layers of a stage."""
+        if tp == 1:
+            return None
+        return Refusal(
+            "stages send each other whole activations, and ranks that split layers have parts of them",
+            "Use dp_shard instead of tp, or fsdp with tp, or torchtitan.",
+        )
+
+    def traced_as(self, mesh: Mesh) -> tuple[Strategy, Mesh]:
+        """Return the same shards of each stage; two replicas stand for any number."""
+        return self.word, mesh.replace(dp_replicate=min(2, mesh.dp_replicate))
+
+    def trace_parts(self, setting: Setting, direct: Collection[int]) -> list[Setting]:
+        """Return one replica of each stage, with its shards."""
+        return [on_mesh(setting, self.word, setting.mesh.replace(dp_replicate=1))]
+
+    def exposed_s(self, traffic: Traffic) -> float:
+        """Return the seconds of shards, and of summing over stages what is outside of the layers.
+
+        Ranks of a stage have consecutive numbers. Stages sum after all passes, so that nothing hides it.
+        """
+        trace, mesh = traffic.trace, traffic.setting.mesh
+        ranks = mesh.shards * mesh.tp
+        width = traffic.gradient_bytes / max(1, trace.trainable)
+        shared = int(trace.shared * width / ranks)
+        summed = traffic.links.all_reduce_s(shared, mesh.pp, apart=ranks * mesh.dp_replicate)
+        return find_shards_s(traffic) + traffic.within_layers_s() + summed
+
+    def _share_stage(self, stages: Mesh, mesh: Mesh, ranks: int) -> Mesh:
+        """Return stages that are split as until now where the ranks allow it; all others hold shards."""
+        tp = mesh.tp if ranks % mesh.tp == 0 else 1
+        shards = ranks // tp
+        copies = mesh.dp_replicate if shards % mesh.dp_replicate == 0 else 1
+        return stages.replace(tp=tp, dp_shard=shards // copies, dp_replicate=copies)
+
+    def weight_shares(self, mesh: Mesh) -> int | None:
+        """Return the number of stages times their shards."""
+        return mesh.pp * mesh.shards * mesh.tp
+
+
+STAGES = PipelineStrategy()
+_SHARDED = ShardedPipelineStrategy()
 
 
 def find_shape(setting: Setting) -> PipelineShape:

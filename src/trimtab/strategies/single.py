@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from trimtab.spec import Allocator, Mesh, Schedule, Strategy
@@ -84,6 +85,7 @@ def one_micro_batch(setting: Setting) -> Setting:
     )
 
 
+@lru_cache(maxsize=2**16)
 def one_replica(setting: Setting) -> Setting:
     """Return the micro-batches of one replica of the setting, on one device."""
     return setting.replace(

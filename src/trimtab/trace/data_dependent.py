@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from trimtab.trace.result_cache import ResultCache
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -75,6 +77,7 @@ class ValueTracker:
 
     def __init__(self, assume: Callable[[str], None]) -> None:
         self.assume = assume
+        self.results = ResultCache()
         self._has_ragged = False
         """Whether any tensor has a length that depends on computed values."""
 
@@ -215,7 +218,7 @@ class ValueTracker:
             # A constant is a real tensor on the host; it cannot be copied to the fake device.
             args[0].constant = None
         try:
-            out = func(*args, **kwargs)
+            out = self.results.run(func, args, kwargs)
         except DataDependentOutputException:
             if name in ("aten::_local_scalar_dense", "aten::item"):
                 return self._answer_item(args[0])

@@ -590,6 +590,21 @@ def _describe_blocks(_: str, args: tuple[Any, ...], out: Any) -> Work:
     )
 
 
+def _describe_roll(name: str, args: tuple[Any, ...], out: Any) -> Work:
+    """Return the work of a roll: torch rolls one dimension after the other, a kernel for each."""
+    source = args[0]
+    passes = max(1, len(args[2]) if len(args) > 2 else 1)  # noqa: PLR2004 - it may be left out
+    return Work(
+        op=name,
+        kind="pointwise",
+        dtype=dtype_name(source.dtype),
+        read_bytes=count_bytes(source),
+        write_bytes=count_bytes(out),
+        dims=(0, source.shape[-1] if source.dim() else 1),
+        kernels=passes,
+    )
+
+
 FLEX_MILLION = 1_000_000
 
 
@@ -642,6 +657,7 @@ _RULES: dict[str, Callable[[str, tuple[Any, ...], Any], Work]] = {
     "aten::convolution": _describe_convolution,
     "aten::cudnn_convolution": _describe_convolution,
     "aten::convolution_backward": _describe_convolution,
+    "aten::roll": _describe_roll,
     "aten::_cudnn_rnn": _describe_recurrent,
     "aten::_cudnn_rnn_backward": _describe_recurrent,
 }

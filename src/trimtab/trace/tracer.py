@@ -33,8 +33,8 @@ micro-batch is a suffix of the key, so that the traces of one family can be list
 """
 NOT_TRACING = frozenset(
     {
-        *("api", "cli", "configs", "diagnosis", "exams", "launching", "calibration", "pages", "planner"),
-        *("predict", "probe", "render", "training", "watching"),
+        *("api", "cli", "configs", "diagnosis", "exams", "explore", "launching", "calibration", "pages"),
+        *("planner", "predict", "probe", "render", "training", "watching"),
     }
 )
 """Packages of trimtab that no trace depends on."""

@@ -20,7 +20,10 @@ MULTIPROCESSOR_THREADS = 2048
 MAX_THREADS = 512
 LAUNCH_CHUNKS, CHUNK_NUMBERS, LAUNCH_TENSORS = 320, 65536, 110
 """Limits of one launch of torch's multi-tensor kernels: chunks, numbers in a chunk, and tensors."""
+UNSORTED_INDICES = 3072
+"""Up to this many indices, the gradient of an embedding needs no sorting (Embedding.cu)."""
 COLUMN_SUM = "column sum"
+SORTED_SUM = "sorted sum"
 CONVOLUTION = "convolution "
 """Prefix of the rule; the phase follows."""
 SEARCH = "search "
@@ -51,6 +54,15 @@ def column_sum_bytes(rows: int, columns: int) -> int:
         return 0
     blocks = max(min(-(-target // grid), -(-rows_per_thread // 16)), -(-rows_per_thread // 256))
     return 4 * columns * blocks * width * vector if blocks > 1 else 0
+
+
+def sorted_sum_bytes(indices: int, width: int) -> int:
+    """Return the bytes of partial sums of an embedding's gradient, over sorted indices in fp32.
+
+    >>> sorted_sum_bytes(3072, 768), sorted_sum_bytes(4096, 768)
+    (0, 13839360)
+    """
+    return 0 if indices <= UNSORTED_INDICES else (indices + indices // 10) * width * 4
 
 
 def _round_down_to_power_of_two(number: int) -> int:
@@ -95,6 +107,9 @@ def evaluate_cause(cause: SizeCause) -> int | None:
     if cause.rule == COLUMN_SUM:
         rows, columns = cause.numbers
         return cause.beside + column_sum_bytes(rows, columns)
+    if cause.rule == SORTED_SUM:
+        indices, width = cause.numbers
+        return cause.beside + sorted_sum_bytes(indices, width)
     if cause.rule.startswith(CONVOLUTION):
         shape = unflatten_shape(cause.numbers, cause.word)
         return cause.beside + convolution.workspace_bytes(shape, cause.rule.removeprefix(CONVOLUTION))

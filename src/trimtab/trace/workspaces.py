@@ -29,8 +29,6 @@ WARP = 32
 FP32_BYTES = 4
 CUDNN_ROUNDING = 256
 """cuDNN rounds its workspaces up to a multiple of this."""
-UNSORTED_INDICES = 3072
-"""Up to this many indices, the gradient of an embedding needs no sorting (Embedding.cu)."""
 
 
 class MemoryRequest(NamedTuple):
@@ -240,10 +238,8 @@ def choose_efficient_tiles(size: int, capability: tuple[int, int], *, half: bool
 
 def _embedding_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
     """Request partial sums over sorted indices, in fp32."""
-    count = args[1].numel()
-    if count <= UNSORTED_INDICES:
-        return []
-    return [RESULT, request_temporary((count + count // 10) * args[0].shape[-1] * 4)]
+    numbers = (args[1].numel(), args[0].shape[-1])
+    return [RESULT, request_by_formula(workspace_formulas.SORTED_SUM, numbers)]
 
 
 def _rnn(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:

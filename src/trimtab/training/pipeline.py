@@ -3,8 +3,9 @@
 Stages send each other a header, which the host reads, and then the tensor. A rank gets the messages of
 another one in the order in which they were sent, and stores those that it needs later. A rank that runs out
 of memory frees its tensors and continues with headers that say so, so that every rank finishes the window and
-learns of the failure from the step status. A rank with another error sends its message to its neighbours and
-ends.
+learns of the failure from the step status. If ranks of a stage hold shards, it also joins the collectives of
+all further passes, because the others of its stage run them. A rank with another error sends its message to
+its neighbours and ends.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from trimtab.engine.gradients import StagePass
 from trimtab.engine.pipeline_stage import StageSchedule
 from trimtab.engine.weight_gradients import WeightGradients, flush_weight_gradients
+from trimtab.errors import NothingFits
 from trimtab.spec import Schedule
 from trimtab.strategies.schedules import Pass, PipelineShape, build_actions
 from trimtab.training.oom_recovery import is_out_of_memory
@@ -25,8 +28,10 @@ from trimtab.training.oom_recovery import is_out_of_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from trimtab.engine.gradients import Gradients
     from trimtab.engine.pipeline_stage import BlockRelay
     from trimtab.engine.weight_gradients import Products
+    from trimtab.strategies.schedules import Action
     from trimtab.training.process_group import RankGroups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -97,6 +102,8 @@ class PipelineRunner:
     ) -> None:
         self.relay: BlockRelay
         """The relay of the stages of this rank; set when the stages are installed."""
+        self.gradients: Gradients
+        """The gradients of this rank; set before passes with gradients."""
         self.weight_gradients = WeightGradients() if schedule.splits_backward else None
         """Computes weight gradients later than those of activations; None if the schedule does not."""
         self._device = device
@@ -124,6 +131,8 @@ class PipelineRunner:
         self._received = False
         """Whether the current forward pass has received its input from the previous stage."""
         self._failure: PipelineFailure | None = None
+        self._runs_pass = False
+        """Whether this rank takes part in the collectives of the current pass by running it."""
 
     @property
     def schedule(self) -> StageSchedule:
@@ -135,13 +144,14 @@ class PipelineRunner:
         micro_batches: Sequence[P],
         forward: Callable[[P, int], torch.Tensor],
         backward: Callable[[P, torch.Tensor, torch.Tensor | None], None],
-        prepare: Callable[[int, int], None] | None = None,
+        *,
+        completes: bool = True,
     ) -> PipelineFailure | None:
         """Run all micro-batches of a window, forward and backward; return None if this rank succeeded.
 
         `forward` takes a micro-batch and the index of a stage of this rank, and returns the output.
-        `backward` takes that output, and its gradient unless it is the loss. `prepare` is called before every
-        pass that adds to gradients, with its index and the number of these passes.
+        `backward` takes that output, and its gradient unless it is the loss. Unless `completes`, ranks do not
+        sum their gradients.
         """
         self._failure = None
         self._free_tensors()
@@ -150,21 +160,18 @@ class PipelineRunner:
         self._owed_gradients.clear()
         shape = self._shape._replace(micro_batches=len(micro_batches))
         actions = build_actions(shape)[self._groups.stage]
-        count = sum(action.kind is not Pass.FORWARD for action in actions)
-        index = 0
         try:
-            for kind, stage, number in actions:
-                key = PassKey(stage, micro_batches[number].number)
-                if kind is Pass.FORWARD:
-                    self._forward(micro_batches[number], key, forward)
-                    continue
-                if prepare is not None:
-                    prepare(index, count)
-                index += 1
-                if kind is Pass.WEIGHT:
-                    self._compute_weight_gradients(micro_batches[number], key)
+            for action, stage_pass in zip(actions, self._list_passes(actions, completes), strict=True):
+                micro_batch = micro_batches[action.micro_batch]
+                key = PassKey(action.stage, micro_batch.number)
+                self._enter_pass(stage_pass)
+                if action.kind is Pass.FORWARD:
+                    self._forward(micro_batch, key, forward)
+                elif action.kind is Pass.WEIGHT:
+                    self._compute_weight_gradients(micro_batch, key)
                 else:
-                    self._backward(micro_batches[number], key, backward)
+                    self._backward(micro_batch, key, backward)
+                self._exit_pass(micro_batch, stage_pass)
             self._wait_for_sends()
         except Exception as error:
             self._report_failure(error)
@@ -172,6 +179,44 @@ class PipelineRunner:
         finally:
             self._free_tensors()
         return self._failure
+
+    def _list_passes(self, actions: Sequence[Action], completes: bool) -> list[StagePass]:
+        """Return for each action of this rank how its gradients depend on it."""
+        last_of_stage = {
+            action.stage: number for number, action in enumerate(actions) if action.kind is not Pass.FORWARD
+        }
+        last = max(last_of_stage.values())
+        return [
+            StagePass(
+                action.kind,
+                action.stage // self._shape.ranks,
+                completes and last_of_stage[action.stage] == number,
+                completes and last == number,
+            )
+            for number, action in enumerate(actions)
+        ]
+
+    def _enter_pass(self, stage_pass: StagePass) -> None:
+        self._runs_pass = self._failure is None
+        if self._runs_pass:
+            self.gradients.start_pass(stage_pass)
+        else:
+            self.gradients.skip_pass(stage_pass)
+
+    def _exit_pass(self, micro_batch: HasNumber, stage_pass: StagePass) -> None:
+        if self._failure is not None:
+            self._leave_pass()
+            return
+        try:
+            self.gradients.finish_pass(stage_pass)
+        except Exception as error:  # noqa: BLE001 - _fail() raises what it cannot handle
+            self._fail(micro_batch, error)
+
+    def _leave_pass(self) -> None:
+        """Leave a failed pass: free its memory, and join the collectives that the ranks of the stage run."""
+        if self._runs_pass:
+            self._runs_pass = False
+            self.gradients.abandon_pass()
 
     def evaluate(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run one forward pass without gradients; return the loss in the last stage, zero in the others."""
@@ -203,7 +248,7 @@ class PipelineRunner:
         def backward(_: SingleMicroBatch, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
             output.backward(gradient)
 
-        failure = self.run([SingleMicroBatch()], forward, backward)
+        failure = self.run([SingleMicroBatch()], forward, backward, completes=False)
         return outputs[-1] if failure is None and self._groups.is_last_stage else None
 
     def find_stage(self, module: str) -> tuple[int, int]:
@@ -308,11 +353,18 @@ class PipelineRunner:
         if not isinstance(error, OtherStageFailed) and not is_out_of_memory(error):
             raise error
         line = str(error).strip().partition("\n")[0][:200]
+        if not self.gradients.is_rehearsed:
+            raise NothingFits(
+                "the first pass of this run",
+                found=f"a single sample ran out of memory: {line}",
+                cure="Use more recomputation, more devices, or devices with more memory.",
+            ) from error
         self._failure = PipelineFailure(
             micro_batch.number, "" if isinstance(error, OtherStageFailed) else f"out of memory: {line}"
         )
         error.__traceback__ = None
         self._free_tensors()
+        self._leave_pass()
 
     def _free_tensors(self) -> None:
         self._outputs.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
     from trimtab.engine.context_parallel import ContextGroup
     from trimtab.engine.gradients import Gradients
-    from trimtab.engine.pipeline_stage import StageSplit
+    from trimtab.engine.pipeline_stage import BlockRelay, StageSplit
     from trimtab.engine.sync_norm import SharedStatistics
     from trimtab.engine.update_phases import UpdatePhase
     from trimtab.spec import Estimate, Setting
@@ -172,7 +173,7 @@ def prepare(
         entries=EntryPoints() if request.job is None else find_entries(request.job, model),
         install_stage=stage,
         equalise=equalise if several else None,
-        fill=broadcast_tensor if several else None,
+        fill=functools.partial(_fill_tensor, groups) if several else None,
         reduced=lambda model: list_reduced(model, groups, own_prefix()),
         mid_backward=on_gradient,
         follow=make_meta_loss(request.job, setting),
@@ -260,7 +261,7 @@ class _StageInstaller:
         self._groups = groups
         self.pipe = PipelineRunner(groups, device, setting.schedule, setting.virtual_stages)
 
-    def __call__(self, model: nn.Module, split: StageSplit) -> None:
+    def __call__(self, model: nn.Module, split: StageSplit) -> BlockRelay:
         groups, pipe = self._groups, self.pipe
         pipe.relay, _ = keep_stage(
             model,
@@ -272,6 +273,7 @@ class _StageInstaller:
         )
         if pipe.weight_gradients is not None:
             pipe.weight_gradients.install(model)
+        return pipe.relay
 
 
 def _place_model(request: PrepareRequest, device: torch.device) -> tuple[nn.Module, str, str | None]:
@@ -311,7 +313,8 @@ def _place_model(request: PrepareRequest, device: torch.device) -> tuple[nn.Modu
 def _build_model(request: PrepareRequest, device: torch.device) -> Any:
     """Build the job's model; on the meta device if the host is too small and rank 0 sends the values."""
     job, setting, world = request.job, request.setting, request.world
-    if job is not None and strategy_of(setting).is_sharded and world.rank > 0:
+    # The first rank of a pipeline stage sends its ranks the values of its blocks.
+    if job is not None and strategy_of(setting).is_sharded and world.rank != request.groups.stage_first:
         model = _build_on_meta(job, setting, world)
         if model is not None:
             return model
@@ -401,6 +404,14 @@ def _list_tensors(
                 )
             tensors.append((entry, is_buffer))
     return tensors
+
+
+def _fill_tensor(groups: RankGroups, tensor: torch.Tensor, is_of_stage: bool) -> None:
+    """Give all ranks, or all ranks of this pipeline stage, the first one's values of a tensor."""
+    if not is_of_stage:
+        broadcast_tensor(tensor)
+    elif groups.stage_ranks > 1:
+        broadcast_tensor(tensor, groups.stage_first, groups.stage_group)
 
 
 def _is_inside(name: str, prefix: str | None) -> bool:

@@ -390,6 +390,8 @@ class RankGroups:
     """Index of the part of every layer that this rank computes."""
     tensor_parallel: int = 1
     """Ranks that split every layer between them, and see the same data."""
+    stage_group: Any = None
+    """Process group of all ranks of the same stage; None without a pipeline."""
     context_rank: int = 0
     """Index of the part of every sequence that this rank computes."""
     context_parallel: int = 1
@@ -430,9 +432,19 @@ class RankGroups:
         return self.stage == self.stages - 1
 
     @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of the same pipeline stage."""
+        return self.data_ranks * self.tensor_parallel
+
+    @property
+    def stage_first(self) -> int:
+        """The first rank of the same pipeline stage."""
+        return self.stage * self.stage_ranks
+
+    @property
     def buffer_source(self) -> int:
         """The rank that broadcasts shared buffers: the first of the last stage, which uses all of them."""
-        return (self.stages - 1) * self.data_ranks * self.tensor_parallel
+        return (self.stages - 1) * self.stage_ranks
 
     def stage_rank(self, stage: int) -> int:
         """Return the rank that computes another stage of the same samples."""
@@ -456,8 +468,11 @@ def make_groups(setting: Setting, world: World) -> RankGroups:
     first = 0
     for number, count in enumerate(ranks):
         count_all = count * mesh.cp
+        stop = first + count_all * mesh.tp
+        has_stages = mesh.pp > 1 and mesh.tp > 1
+        stage_group = dist.new_group(list(range(first, stop))) if has_stages else None
         for tensor_rank in range(mesh.tp):
-            members = range(first + tensor_rank, first + count_all * mesh.tp, mesh.tp)
+            members = range(first + tensor_rank, stop, mesh.tp)
             group = dist.new_group(list(members)) if count_all > 1 else None
             if world.rank in members:
                 own = RankGroups(
@@ -471,10 +486,11 @@ def make_groups(setting: Setting, world: World) -> RankGroups:
                     first=members[0],
                     tensor_rank=tensor_rank,
                     tensor_parallel=mesh.tp,
+                    stage_group=stage_group or group,
                     context_rank=members.index(world.rank) % mesh.cp,
                     context_parallel=mesh.cp,
                 )
-        first += count_all * mesh.tp
+        first = stop
     return own
 
 

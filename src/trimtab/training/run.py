@@ -433,6 +433,7 @@ class Run:
             return value
 
         if prepared.pipe is not None:
+            prepared.pipe.gradients = prepared.gradients
             return prepared.pipe.forward_backward(loss)
         total = loss()
         total.backward()

@@ -275,7 +275,8 @@ class Stepper:
             else:
                 self._run_backward(output, gradient)
 
-        failure = pipe.run(micro_batches, forward, backward, prepared.gradients.prepare_micro_batch)
+        pipe.gradients = prepared.gradients
+        failure = pipe.run(micro_batches, forward, backward)
         if failure is None:
             return None
         micro_batches[failure.micro_batch].error = failure.why or _OTHER_STAGE_FAILED
@@ -369,10 +370,16 @@ class Stepper:
         self._start_attempt(prepared)
         if prepared.context is not None:
             prepared.context.start_attempt([1, 1])
-        for number in range(2):
-            micro_batch = MicroBatch(
-                self, self._filler(prepared, window), samples=0, fraction=0.0, number=number, count=2
-            )
+        micro_batches = [
+            MicroBatch(self, self._filler(prepared, window), samples=0, fraction=0.0, number=number, count=2)
+            for number in range(2)
+        ]
+        if prepared.pipe is not None:
+            self._run_pipeline(prepared, prepared.pipe, micro_batches)
+            prepared.gradients.finish_attempt(None, 2)
+            self._rehearsing = False
+            return
+        for micro_batch in micro_batches:
             if self.cached_steps is not None:
                 self.cached_steps.rehearse(prepared, micro_batch)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -204,8 +205,10 @@ def repeat_node(cluster: Cluster, nodes: int) -> Cluster:
 def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Setting:
     """Build the setting for processes without a GPU; raise if the pins contradict."""
     usual = usual_strategy(procs)[0]
-    tp, ep = (int(pins.get(name) or 1) for name in ("tp", "ep"))
-    if STRATEGIES[usual].tensor_refusal(tp) or STRATEGIES[usual].expert_refusal(ep):
+    tp, ep, pp = (int(pins.get(name) or 1) for name in ("tp", "ep", "pp"))
+    if pp > 1:
+        usual = strategy_by_degrees(replicated=False, sharded=False, staged=True)
+    elif STRATEGIES[usual].tensor_refusal(tp) or STRATEGIES[usual].expert_refusal(ep):
         usual = strategy_by_degrees(replicated=False, sharded=True)
     strategy = Strategy(pins.get("strategy", usual))
     wrong = find_contradictions({**pins, "gpus": procs, "strategy": strategy}, workload, procs)
@@ -242,9 +245,11 @@ def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -
 def _pick_mesh(rules: ParallelStrategy, procs: int, branches: int, pins: Mapping[str, Any]) -> Mesh:
     """Return the mesh of the pinned degrees, else the usual one; raise if there is none of them."""
     inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp", "ep")}
-    usual = rules.mesh(procs, branches=branches, **inner)
-    wrong = find_wrong_degree(pins, usual)
-    meshes = rules.meshes_within(procs, branches=branches, **inner) if wrong else iter((usual,))
+    stages = {name: int(pins[name]) for name in ("pp", "dp_shard") if name in pins}
+    meshes = rules.meshes_within(procs, branches=branches, **inner, **stages)
+    if stages.get("pp", 1) == 1:
+        usual = rules.mesh(procs, branches=branches, **inner)
+        meshes = itertools.chain((usual,), meshes)
     mesh = next((mesh for mesh in meshes if not find_wrong_degree(pins, mesh)), None)
     if mesh is None:
         raise WrongUse(

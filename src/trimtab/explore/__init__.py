@@ -1,0 +1,1 @@
+"""The calculator in the browser: `trimtab explore`."""

@@ -1,0 +1,186 @@
+"""Remember which tensors operations return, so that a repeated operation skips torch's fake kernels.
+
+The shapes, strides, dtypes and devices of results follow from those of the arguments. A training step repeats
+few distinct operations many times, and working out a result anew takes most of the time of a trace. Only
+operations are remembered whose schema says that they return new tensors, views of their first argument, or
+that argument itself; all others run as usual.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+TENSOR_TYPES = ("Tensor", "List[Tensor]")
+UNCACHED_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+PLAIN_TYPES = {
+    *(bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+}
+
+
+class ResultKind(Enum):
+    """What an operation returns."""
+
+    TENSORS = "new tensors, or views of its first argument"
+    FIRST = "its first argument, changed in place"
+    NOTHING = "nothing: it changes its arguments"
+
+
+class TensorLayout(NamedTuple):
+    """Everything about a result but its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    is_view: bool
+    """Whether it has the memory of the first tensor among the arguments."""
+
+
+class CachedResult(NamedTuple):
+    """The results of an operation."""
+
+    layouts: tuple[TensorLayout, ...]
+    container: type | None
+    """tuple or list; None for a single tensor."""
+
+
+class CannotCache(Exception):  # noqa: N818 - not an error: the operation runs as usual
+    """An argument or a result of an operation has more than a layout."""
+
+
+class ResultCache:
+    """Results of operations by the layouts of their arguments."""
+
+    def __init__(self) -> None:
+        self.hits = 0
+        self._kinds: dict[Any, ResultKind | None] = {}
+        self._results: dict[Hashable, CachedResult | None] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, or make its results from those of an equal call."""
+        kind = self._kinds.get(func, func)
+        if kind is func:
+            kind = self._kinds[func] = find_result_kind(func)
+        if kind is None or torch.is_inference_mode_enabled():
+            return func(*args, **kwargs)
+        tensors: list[FakeTensor] = []
+        try:
+            key = (
+                func,
+                torch.get_default_dtype(),
+                describe_value(args, tensors),
+                describe_value(tuple(kwargs.items()), tensors),
+            )
+        except CannotCache:
+            return func(*args, **kwargs)
+        if not tensors or tensors[0].fake_mode.in_kernel_invocation:
+            return func(*args, **kwargs)
+        result = self._results.get(key, self)
+        if isinstance(result, CachedResult):
+            self.hits += 1
+            return _make_results(result, kind, tensors[0])
+        out = func(*args, **kwargs)
+        if result is self:
+            self._results[key] = _describe_results(out, kind, tensors)
+        return out
+
+
+def find_result_kind(func: Any) -> ResultKind | None:
+    """Return what an operation returns by its schema; None if it is not remembered."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace != "aten" or UNCACHED_TAGS.intersection(func.tags):
+        return None
+    returned = [str(value.type) for value in schema.returns]
+    if any(kind not in TENSOR_TYPES for kind in returned):
+        return None
+    written = [number for number, arg in enumerate(schema.arguments) if arg.is_write]
+    aliased = [number for number, arg in enumerate(schema.arguments) if arg.alias_info is not None]
+    if not returned:
+        return ResultKind.NOTHING if written else None
+    if not aliased or (aliased == [0] and not written):
+        return ResultKind.TENSORS
+    return ResultKind.FIRST if aliased == [0] and returned == ["Tensor"] else None
+
+
+def describe_value(value: Any, tensors: list[FakeTensor]) -> Hashable:
+    """Return a key of an argument; add its tensors to `tensors`."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
+            raise CannotCache
+        tensors.append(value)
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+    if kind in PLAIN_TYPES:
+        # 1, 1.0 and True are equal, and give other dtypes.
+        return kind, value
+    if kind is tuple or kind is list:
+        return kind, tuple([describe_value(item, tensors) for item in value])
+    raise CannotCache
+
+
+def _describe_results(out: Any, kind: ResultKind, tensors: list[FakeTensor]) -> CachedResult | None:
+    """Return results to remember; None if they are not what the schema says."""
+    if kind is ResultKind.NOTHING:
+        return CachedResult((), None) if out is None else None
+    if kind is ResultKind.FIRST:
+        return CachedResult((), None) if out is tensors[0] else None
+    container = type(out) if isinstance(out, tuple | list) else None
+    results = list(out) if isinstance(out, tuple | list) else [out]
+    if container not in (None, tuple, list) or any(type(result) is not FakeTensor for result in results):
+        return None
+    if any(result.constant is not None or result.layout is not torch.strided for result in results):
+        return None
+    storages = [result.untyped_storage()._cdata for result in results]
+    given = [tensor.untyped_storage()._cdata for tensor in tensors]
+    are_views = [storage == given[0] for storage in storages]
+    new = [result for result, is_view in zip(results, are_views, strict=True) if not is_view]
+    fresh = {storage for storage in storages if storage not in given}
+    if len(fresh) < len(new) or not all(map(_fills_storage, new)) or any(out is tensor for tensor in tensors):
+        return None
+    return CachedResult(
+        tuple(
+            TensorLayout(
+                tuple(result.shape),
+                result.stride(),
+                result.storage_offset(),
+                result.dtype,
+                result.fake_device,
+                is_view,
+            )
+            for result, is_view in zip(results, are_views, strict=True)
+        ),
+        container,
+    )
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has exactly the storage that a new tensor of its layout gets."""
+    last = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = 0 if tensor.numel() == 0 else last * tensor.element_size()
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == needed
+
+
+def _make_results(result: CachedResult, kind: ResultKind, first: FakeTensor) -> Any:
+    if kind is ResultKind.NOTHING:
+        return None
+    if kind is ResultKind.FIRST:
+        return first
+    made = []
+    mode = first.fake_mode
+    with torch._C._DisableTorchDispatch():
+        for shape, stride, offset, dtype, device, is_view in result.layouts:
+            if is_view:
+                meta = torch.empty((0,), dtype=dtype, device="meta")
+                meta.set_(first.untyped_storage(), offset, shape, stride)
+            else:
+                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            made.append(FakeTensor(mode, meta, device))
+    return made[0] if result.container is None else result.container(made)
