@@ -14,7 +14,7 @@ from trimtab.predict.derive import has_same_program
 from trimtab.predict.memory import estimate_memory
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Trace, Work
 from trimtab.trace.extend_blocks import extend_blocks, match_blocks
-from trimtab.trace.repeated_blocks import MIN_LENGTH, are_blocks_equal, cut_blocks, find_cuttable_lists
+from trimtab.trace.repeated_blocks import EAGER, are_blocks_equal, cut_blocks, find_cuttable_lists
 from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
 from trimtab.trace.workspace_formulas import count_launches
@@ -163,14 +163,14 @@ class Stack(nn.Module):
 
 
 def stack(**strange: Any) -> Stack:
-    return Stack([Block(8, number, **(strange if number == 5 else {})) for number in range(MIN_LENGTH)])
+    return Stack([Block(8, number, **(strange if number == 5 else {})) for number in range(EAGER.min_length)])
 
 
 def test_the_list_of_equal_blocks_is_found_and_cut() -> None:
     made = stack()
     (found,) = find_cuttable_lists(made)
-    assert (found.name, found.length) == ("blocks", MIN_LENGTH)
-    assert len(cut_blocks(found, 3)) == MIN_LENGTH - 3
+    assert (found.name, found.length) == ("blocks", EAGER.min_length)
+    assert len(cut_blocks(found, 3)) == EAGER.min_length - 3
     assert len(made.blocks) == 3
 
 
@@ -182,7 +182,7 @@ def test_a_list_that_is_a_small_part_of_the_model_is_not_worth_it() -> None:
 
 def test_two_lists_are_cut_where_both_are_long() -> None:
     made = stack()
-    made.others = nn.ModuleList(Block(8, number) for number in range(2 * MIN_LENGTH))
+    made.others = nn.ModuleList(Block(8, number) for number in range(2 * EAGER.min_length))
     assert [one.name for one in find_cuttable_lists(made)] == ["others", "blocks"]
 
 

@@ -161,8 +161,11 @@ def _choose_all(missing: list[int]) -> list[int]:
 
 
 def _needs_partner(chosen: list[tuple[str, Setting]], known: dict[str, Family]) -> bool:
-    """Return whether the first setting to trace is the only one of its family, so that it needs a second."""
-    if not chosen:
+    """Return whether the first setting to trace is the only one of its family, so that it needs a second.
+
+    A compiled one does not get a second: that would double the time of the answer.
+    """
+    if not chosen or chosen[0][1].compile:
         return False
     name = chosen[0][0]
     return len([own for own, _ in chosen if own == name]) == 1 and not known[name]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import pkgutil
 import re
 from typing import TYPE_CHECKING, Any, Self
@@ -25,11 +26,12 @@ import trimtab.trace
 from trimtab.engine.precision import dtype_name
 from trimtab.spec import Work
 from trimtab.spec.precision import BFLOAT16, FLOAT16, FLOAT32, TF32
+from trimtab.spec.trace import GRADIENT
 from trimtab.trace.kernels import MATRIX_OPS
 from trimtab.trace.workspaces import tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.spec import Device
     from trimtab.trace.recorder import Recorder
@@ -114,12 +116,28 @@ def patch_autotune(recorder: Recorder) -> None:
         with resume_recording(recorder):
             yield
 
-    set_attributes(pad_mm, no_dispatch=resume, get_do_bench=lambda: benchmark)
+    cache = PaddingCache()
+    set_attributes(pad_mm, no_dispatch=resume, get_do_bench=lambda: benchmark, get_pad_cache=lambda: cache)
     set_attributes(
         inductor_utils,
         get_device_tflops=lambda dtype: clock.rate(dtype) / TERA,
         get_gpu_dram_gbps=lambda: int(clock.bandwidth / GIGA),
     )
+
+
+class PaddingCache:
+    """Results of padding benchmarks, in place of inductor's file: another trace must not change this one."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def lookup(self, key: str) -> Any:
+        """Return a result; None before its benchmark."""
+        return self.values.get(key)
+
+    def set_value(self, key: str, *, value: Any) -> None:
+        """Store a result."""
+        self.values[key] = value
 
 
 def set_attributes(owner: Any, **attributes: Any) -> None:
@@ -298,17 +316,34 @@ class FusedKernelStub:
 def patch_torch_compile(recorder: Recorder) -> None:
     """Prepare the compiler at the first call of torch.compile, by a setting or by the job's own code."""
     original = torch.compile
+    prepare = functools.cache(prepare_compiler)
 
     @functools.wraps(original)
     def compile_default(*args: Any, mode: str | None = None, options: Any = None, **kwargs: Any) -> Any:
-        if not recorder.uses_compile:
-            recorder.uses_compile = True
-            prepare_compiler(recorder)
+        recorder.uses_compile = True
+        prepare(recorder)
         if mode not in (None, "default") or options:
             recorder.kernels.assume(f"torch.compile is taken in its default mode, not {mode or options}")
         return original(*args, **kwargs)
 
     set_attributes(torch, compile=compile_default)
+
+
+def warm_compiler(recorder: Recorder) -> None:
+    """Compile a small function, so that forks of this process share imports and tables of the compiler.
+
+    The function has no matrix product: the recorder counts the memory of libraries at their first use. It has
+    no backward pass: threads of autograd do not survive a fork.
+    """
+
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(torch.nn.functional.layer_norm(x, (8,)))
+
+    paused, recorder.paused = recorder.paused, True
+    try:
+        torch.compile(normalize, dynamic=False)(torch.empty(4, 8, device="cuda"))
+    finally:
+        recorder.paused, recorder.uses_compile = paused, False
 
 
 def prepare_compiler(recorder: Recorder) -> None:
@@ -324,6 +359,7 @@ def _enable_dynamo(recorder: Recorder) -> None:
     """Let dynamo compile code under the recorder; by default it skips code under a dispatch mode."""
     import torch._dynamo.convert_frame as frames
     import torch._inductor.compile_fx as inductor
+    from torch._dynamo import guards
 
     for module in pkgutil.iter_modules(trimtab.trace.__path__, "trimtab.trace."):
         # Stand-ins for torch's C++ code must not be compiled; the engine, which wraps the job's blocks, must.
@@ -332,18 +368,42 @@ def _enable_dynamo(recorder: Recorder) -> None:
     rerun = getattr(torch._prims.rng_prims, "graphsafe_run_with_rng_state", None)
     if rerun is not None:
         rerun.py_impl(type(recorder))(_rerun_random_op)
+    # Measuring how long guards take flushes the caches of the CPU.
+    set_attributes(guards, profile_guard_manager=lambda *_: 0.0)
     set_attributes(frames, _compile=_wrap_paused(recorder, frames._compile))
     # The backward pass is compiled when it first runs, outside of dynamo.
-    set_attributes(inductor, fx_codegen_and_compile=_wrap_paused(recorder, inductor.fx_codegen_and_compile))
+    compile_graph = _wrap_paused(recorder, inductor.fx_codegen_and_compile, collects=True)
+    set_attributes(inductor, fx_codegen_and_compile=compile_graph)
 
 
-def _wrap_paused(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_paused(
+    recorder: Recorder, function: Callable[..., Any], *, collects: bool = False
+) -> Callable[..., Any]:
     @functools.wraps(function)
     def run_paused(*args: Any, **kwargs: Any) -> Any:
-        with pause_recording(recorder):
+        with pause_recording(recorder), _pause_garbage_collection(collects=collects):
             return function(*args, **kwargs)
 
     return run_paused
+
+
+@contextlib.contextmanager
+def _pause_garbage_collection(*, collects: bool) -> Iterator[None]:
+    """Leave garbage to the end of the `with` block, and collect it there with `collects`.
+
+    The compiler creates so many objects that Python would collect dozens of times, which takes a tenth of the
+    time. Tensors in reference cycles would be freed at moments that differ from run to run.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        if collects:
+            gc.collect()
 
 
 class _FakeGenerator(torch.Generator):
@@ -450,6 +510,23 @@ def _patch_inductor(recorder: Recorder) -> None:
         assert_size_stride=lambda *_: None,
         assert_alignment=lambda *_: None,
     )
+
+
+def sort_gradient_marks(recorder: Recorder, names: Sequence[str]) -> None:
+    """Give gradients that are complete at the same moment the order of an eager backward pass.
+
+    Compiled code returns all gradients at once, and the order in which autograd then notes them is arbitrary.
+    """
+    places = {name: place for place, name in enumerate(names)}
+    run: list[int] = []
+    for event in (*recorder.order, None):
+        if event is not None and recorder.ops[event if event >= 0 else ~event] == GRADIENT:
+            run += [event] * (event >= 0)
+        elif run:
+            ordered = sorted((recorder.modules[number] for number in run), key=lambda name: -places[name])
+            for number, name in zip(run, ordered, strict=True):
+                recorder.modules[number] = name
+            run = []
 
 
 def _empty_strided(device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

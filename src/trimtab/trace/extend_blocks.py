@@ -15,18 +15,22 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.trace.workspace_formulas import count_launches
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from trimtab.spec import Trace, Work
 
 
 FEW_BLOCKS = 3
 """Blocks of the smaller model: the first and the last block, and their neighbours, may be special."""
+
+
+TRIALS = ("tuning", "trial")
+"""Operations of inductor's benchmarks, which run once for each kernel or product."""
 
 
 class BlocksDiffer(Exception):  # noqa: N818 - not an error: the result is None
@@ -45,7 +49,7 @@ class Zone(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """A position among equal stretches: turn 0 is the inserted one, those before it count down from -1."""
+    """A position among equal stretches: turn 0 is the last one, those before it count down from -1."""
 
     zone: int
     turn: int
@@ -124,9 +128,8 @@ Entry = int | str
 class Program:
     """A trace as a list of entries that can be compared with those of another trace."""
 
-    def __init__(self, trace: Trace, blocks: str) -> None:
+    def __init__(self, trace: Trace, blocks: str, *, reuses: bool = False) -> None:
         self.trace = trace
-        self.entries: list[Entry] = list(_list_entries(trace))
         names = [_mask_block_number(name, blocks) for name in trace.module_names]
         self.numbers = [_block_number(name, blocks) for name in trace.module_names]
         rules = {number: trace.causes[at] for number, at in trace.caused}
@@ -141,6 +144,10 @@ class Program:
             for index in range(len(trace.sizes))
         ]
         """Everything about each allocation except its size."""
+        # Consecutive frees are sorted, as torch may free in any order.
+        describe = [(str(kind), size) for kind, size in zip(self.kinds, trace.sizes, strict=True)]
+        sort_key = (lambda free: describe[~free]) if reuses else (lambda free: -free)
+        self.entries: list[Entry] = list(_list_entries(trace, sort_key))
         self.positions = {
             entry: at for at, entry in enumerate(self.entries) if isinstance(entry, int) and entry >= 0
         }
@@ -173,8 +180,8 @@ class Program:
         return self.positions[~self.number(at)]
 
 
-def _list_entries(trace: Trace) -> Iterator[Entry]:
-    """Yield the order with phase names; consecutive frees are sorted, as torch may free in any order."""
+def _list_entries(trace: Trace, sort_key: Callable[[int], Any]) -> Iterator[Entry]:
+    """Yield the order with phase names; consecutive frees are sorted."""
     begins: dict[int, list[str]] = {}
     for name, at in trace.marks.items():
         begins.setdefault(at, []).append(name)
@@ -182,7 +189,7 @@ def _list_entries(trace: Trace) -> Iterator[Entry]:
     for at in range(len(trace.order) + 1):
         number = trace.order[at] if at < len(trace.order) else 0
         if frees and (number >= 0 or at in begins):
-            yield from sorted(frees, reverse=True)
+            yield from sorted(frees, key=sort_key)
             frees = []
         yield from begins.get(at, ())
         if at == len(trace.order):
@@ -210,15 +217,19 @@ def _block_number(name: str, blocks: str) -> int | None:
     return int(head) if head.isdecimal() else None
 
 
-def extend_blocks(few: Trace, more: Trace, *, blocks: str, traced: int, total: int) -> Trace | None:
+def extend_blocks(  # noqa: PLR0913 - two traces and how they differ
+    few: Trace, more: Trace, *, blocks: str, traced: int, total: int, reuses: bool = False
+) -> Trace | None:
     """Return the trace with `total` blocks from those with `traced - 1` and `traced`; None if a check fails.
 
-    `blocks` is the module name of the list of blocks.
+    `blocks` is the module name of the list of blocks. `reuses` is for code that gives the memory of tensors
+    to later ones of the same size, as compiled code does. Which of several equal allocations it frees then
+    depends on the number of blocks, but changes no sum: the latest is taken.
     """
     if total == traced:
         return more
     try:
-        return _Extension(few, more, blocks, traced, total).extend()
+        return _Extension(few, more, blocks, traced, total, reuses=reuses).extend()
     except BlocksDiffer:
         return None
 
@@ -237,8 +248,13 @@ class AllocationRef(NamedTuple):
 class _Extension:
     """Extends one list of blocks from `traced` to `total`."""
 
-    def __init__(self, few: Trace, more: Trace, blocks: str, traced: int, total: int) -> None:
-        self.few, self.more = Program(few, blocks), Program(more, blocks)
+    def __init__(  # noqa: PLR0913 - as extend_blocks()
+        self, few: Trace, more: Trace, blocks: str, traced: int, total: int, *, reuses: bool = False
+    ) -> None:
+        self.reuses = reuses
+        self.alive: dict[Hashable, list[int]] = {}
+        """Allocations that are not freed yet, by everything about them; only with `reuses`."""
+        self.few, self.more = (Program(trace, blocks, reuses=reuses) for trace in (few, more))
         self.blocks, self.traced, self.extra = blocks, traced, total - traced
         self.zones = match_blocks(
             self.few.tokens(sized=True),
@@ -246,6 +262,7 @@ class _Extension:
             self.few.tokens(sized=False),
             self.more.tokens(sized=False),
         )
+        self._check_trials()
         self.put_before = [0, *accumulate(zone.length for zone in self.zones)]
         self.order: list[int] = []
         self.sources: list[int] = []
@@ -254,29 +271,38 @@ class _Extension:
         self.names: list[int | None] = []
         """The block of each allocation."""
         self.fixed: dict[int, int] = {}
-        """Numbers of allocations outside of inserted stretches, by position in the longer trace."""
-        self.inserted: dict[Spot, int] = {}
+        """Numbers of allocations outside of all zones, by position in the longer trace."""
+        self.repeated: dict[Spot, int] = {}
+        """Numbers of allocations in zones, whose turns run on to `extra`."""
+        self.inserted_turns: dict[tuple[int, int], int] = {}
+        """By zone and place: the turn that counts as the inserted one."""
         self.marks: dict[str, int] = {}
 
     def extend(self) -> Trace:
         """Return the extended trace."""
         few, more = self.few.trace, self.more.trace
-        for index in range(len(self.zones)):
-            self._locate_insertion(index)
-        zones = {zone.begin: (index, zone) for index, zone in enumerate(self.zones)}
+        for at in range(len(self.more.entries)):
+            spot = self._spot(at)
+            if spot is not None and spot.turn == 0:
+                self._locate_insertion(spot)
+        last_turns = {zone.begin: (index, zone.length) for index, zone in enumerate(self.zones)}
         at = 0
         while at < len(self.more.entries):
-            if at in zones:
-                index, zone = zones[at]
+            spot = self._spot(at)
+            if at in last_turns:
+                index, length = last_turns[at]
                 for turn in range(self.extra + 1):
-                    for place in range(zone.length):
-                        self._insert_entry(Spot(index, turn, place), zone)
-                at += zone.length
+                    for place in range(length):
+                        self._repeat_entry(Spot(index, turn, place))
+                at += length
+                continue
+            if spot is not None:
+                self._repeat_entry(spot)
             else:
                 self._copy_entry(at)
-                at += 1
+            at += 1
         self._check()
-        works, sequence, phases = _extend_works(few, more, self.extra)
+        works, sequence, phases = _extend_works(few, more, self.extra, reuses=self.reuses)
         return more.replace(
             order=tuple(self.order),
             sizes=tuple(self.sizes),
@@ -297,26 +323,41 @@ class _Extension:
             host_sizes=_repeat_insertion(few.host_sizes, more.host_sizes, self.extra),
         )
 
+    def _check_trials(self) -> None:
+        """Check that no block repeats what compiled code tries out once, such as kernel configurations."""
+        for zone in self.zones:
+            entries = self.more.entries[zone.begin : zone.end]
+            numbers = [entry for entry in entries if isinstance(entry, int) and entry >= 0]
+            if any(self.more.trace.op_names[self.more.trace.ops[number]] in TRIALS for number in numbers):
+                raise BlocksDiffer("each block tries something out")
+
     def _extrapolate(self, few: int, more: int) -> int:
         return more + self.extra * (more - few)
 
-    def _locate_insertion(self, index: int) -> None:
-        """Find the inserted one of equal stretches: the one for which all references agree.
+    def _locate_insertion(self, last: Spot) -> None:
+        """Find the inserted one of equal entries at a place: the one for which all references agree.
 
-        References of the stretches before and after it then count from the first block or from the last.
+        References of the turns before and after it then count from the first block or from the last. It may
+        be another turn for each place: some entries are special at the first turns, others at the last.
         """
-        zone = self.zones[index]
+        zone = self.zones[last.zone]
+        turns = range((zone.start - zone.begin - last.place + zone.length - 1) // zone.length, 1)
         wrong: BlocksDiffer | None = None
-        for begin in range(zone.begin, zone.start + zone.length - 1, -1):
-            self.zones[index] = zone._replace(begin=begin)
+        for inserted in reversed(turns[1:]):
+            self.inserted_turns[last.zone, last.place] = inserted
             try:
-                for at in range(zone.start, zone.end):
-                    self._reference(at)
+                for turn in turns:
+                    self._reference(self._position(last._replace(turn=turn)))
             except BlocksDiffer as error:
                 wrong = wrong or error
             else:
                 return
         raise wrong or BlocksDiffer("no stretch before it is the same")
+
+    def _position(self, spot: Spot) -> int:
+        """Return the position in the longer trace of one of its turns."""
+        zone = self.zones[spot.zone]
+        return zone.begin + spot.turn * zone.length + spot.place
 
     def _zone(self, at: int) -> int:
         """Return the number of zones that begin before a position."""
@@ -324,10 +365,14 @@ class _Extension:
 
     def _partner(self, at: int) -> int | None:
         """Return the position in the shorter trace; None for an inserted entry."""
-        count = self._zone(at)
-        if count and at < self.zones[count - 1].begin + self.zones[count - 1].length:
+        spot = self._spot(at)
+        if spot is None:
+            return at - self.put_before[self._zone(at)]
+        inserted = self.inserted_turns[spot.zone, spot.place]
+        if spot.turn == inserted:
             return None
-        return at - self.put_before[count]
+        moved = self.zones[spot.zone].length if spot.turn > inserted else 0
+        return at - moved - self.put_before[spot.zone]
 
     def _position_in_more(self, left: int) -> int:
         """Return the position in the longer trace of an entry of the shorter trace."""
@@ -346,11 +391,12 @@ class _Extension:
     def _reference(self, at: int) -> AllocationRef | None:
         """Return what an entry refers to: a free to its allocation, an allocation to its block."""
         entry, partner = self.more.entries[at], self._partner(at)
-        if isinstance(entry, str):
+        if isinstance(entry, str) or (entry < 0 and self.reuses):
             return None
         if partner is None:
-            zone = self.zones[self._zone(at) - 1]
-            return self._reference_inserted(at, at - zone.length, free=entry < 0)
+            spot = self._spot(at)
+            assert spot is not None  # noqa: S101 - only zones have inserted entries
+            return self._reference_inserted(at, at - self.zones[spot.zone].length, free=entry < 0)
         return self._reference_common(at, partner, free=entry < 0)
 
     def _reference_inserted(self, at: int, before: int, *, free: bool) -> AllocationRef:
@@ -394,8 +440,7 @@ class _Extension:
             raise BlocksDiffer(f"the free at {at} is of {there}, and was of {before}")
         if other is None or (spot.zone, spot.place) != (other.zone, other.place):
             raise BlocksDiffer(f"the free at {at} is of {spot}, and was of {other}")
-        # In the shorter trace, the turns after the missing one have moved up.
-        step = spot.turn - (other.turn - 1 if other.turn > 0 else other.turn)
+        step = spot.turn - other.turn
         if step not in (0, 1):
             raise BlocksDiffer(f"the free at {at} moved by {step}")
         return AllocationRef(there, 0, step)
@@ -403,9 +448,9 @@ class _Extension:
     def _copy_entry(self, at: int) -> None:
         """Copy an entry that both traces have."""
         entry, reference = self.more.entries[at], self._reference(at)
-        if isinstance(entry, str) or reference is None:
-            self.marks[str(entry)] = len(self.order)
-        elif entry >= 0:
+        if isinstance(entry, str):
+            self.marks[entry] = len(self.order)
+        elif entry >= 0 and reference is not None:
             partner = self._partner(at)
             size = self.few.trace.sizes[self.few.number(partner or 0)]
             self.fixed[at] = self._add_allocation(
@@ -413,18 +458,35 @@ class _Extension:
             )
             self._set_block(self.more.block(at), reference, 0)
         else:
-            self.order.append(~self._target(reference, 0))
+            self._add_free(entry, reference, 0)
 
-    def _insert_entry(self, spot: Spot, zone: Zone) -> None:
-        """Add an entry of an inserted stretch, for one of its turns."""
-        at = zone.begin + spot.place
+    def _repeat_entry(self, spot: Spot) -> None:
+        """Add an entry of a zone; its turn may be one that the longer trace does not have."""
+        inserted = self.inserted_turns[spot.zone, spot.place]
+        more_turns = min(max(0, spot.turn - inserted), self.extra)
+        at = self._position(spot._replace(turn=spot.turn - more_turns))
+        copies = more_turns if self._partner(at) is None else 0
         entry, reference = self.more.entries[at], self._reference(at)
-        assert isinstance(entry, int) and reference is not None  # noqa: S101, PT018 - phases begin once
-        if entry >= 0:
-            self.inserted[spot] = self._add_allocation(entry, self.more.trace.sizes[entry])
-            self._set_block(self.more.block(at), reference, spot.turn)
+        assert isinstance(entry, int)  # noqa: S101 - phases begin once
+        if entry >= 0 and reference is not None:
+            self.repeated[spot] = self._add_allocation(entry, self.more.trace.sizes[entry])
+            self._set_block(self.more.block(at), reference, copies)
         else:
-            self.order.append(~self._target(reference, spot.turn))
+            self._add_free(entry, reference, copies)
+
+    def _add_free(self, entry: int, reference: AllocationRef | None, turn: int) -> None:
+        """Free what an entry of the longer trace refers to, or the latest allocation of its kind."""
+        if reference is not None:
+            self.order.append(~self._target(reference, turn))
+            return
+        equal = self.alive.get(self._describe(~entry))
+        if not equal:
+            raise BlocksDiffer("a free comes before its allocation")
+        self.order.append(~equal.pop())
+
+    def _describe(self, number: int) -> Hashable:
+        """Return everything about an allocation of the longer trace."""
+        return self.more.kinds[number], self.more.trace.sizes[number]
 
     def _set_block(self, block: int | None, reference: AllocationRef, turn: int) -> None:
         self.names[-1] = (
@@ -438,13 +500,8 @@ class _Extension:
         if spot is None:
             number = self._find_outside(reference, turn)
         else:
-            zone = self.zones[spot.zone]
             there = spot.turn + turn * reference.turns + self.extra * reference.extra
-            if 0 <= there <= self.extra:
-                number = self.inserted.get(spot._replace(turn=there))
-            else:
-                there -= self.extra if there > 0 else 0
-                number = self.fixed.get(zone.begin + there * zone.length + spot.place)
+            number = self.repeated.get(spot._replace(turn=there))
         if number is None:
             raise BlocksDiffer("a free comes before its allocation")
         return number
@@ -465,6 +522,8 @@ class _Extension:
         self.sources.append(source)
         self.names.append(self.more.numbers[self.more.trace.modules[source]])
         self.order.append(number)
+        if self.reuses:
+            self.alive.setdefault(self._describe(source), []).append(number)
         return number
 
     def _check(self) -> None:
@@ -554,12 +613,16 @@ def _repeat_insertion(few: tuple[int, ...], more: tuple[int, ...], extra: int) -
 
 
 def _extend_works(
-    few: Trace, more: Trace, extra: int
+    few: Trace, more: Trace, extra: int, *, reuses: bool
 ) -> tuple[tuple[Work, ...], tuple[int, ...], dict[str, int]]:
     """Return works, sequence and phases with `extra` more blocks."""
-    lists = [_list_works(few), _list_works(more)]
+    lists = [_list_works(trace) for trace in (few, more)]
+    if reuses:
+        # Compiled code takes no time for views, and needs other ones where it uses memory again.
+        lists = [[work for work in works if isinstance(work, str) or work.kind != "view"] for works in lists]
+    tokens = [[_round_work(work) if reuses else work for work in works] for works in lists]
     kinds = [[_work_signature(work) for work in works] for works in lists]
-    zones = {zone.begin: zone.length for zone in match_blocks(lists[0], lists[1], *kinds)}
+    zones = {zone.begin: zone.length for zone in match_blocks(*tokens, *kinds)}
     left = 0
     places: dict[Work, int] = {}
     sequence: list[int] = []
@@ -598,6 +661,14 @@ def _list_works(trace: Trace) -> list[Work | str]:
     if len(trace.sequence) in begins:
         entries.append(begins[len(trace.sequence)])
     return entries
+
+
+def _round_work(work: Work | str) -> Hashable:
+    """Return an operation without the last digits of the bytes that it reads.
+
+    Kernels that the compiler makes for dropout read the seeds of all blocks.
+    """
+    return work if isinstance(work, str) else (f"{work.read_bytes:.3g}", work.replace(read_bytes=0))
 
 
 def _work_signature(work: Work | str) -> Hashable:

@@ -19,11 +19,22 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Trace
 
-MIN_LENGTH = 16
-"""The shortest list that is worth cutting."""
 MAX_LISTS = 2
-WORTHWHILE_SHARE = 0.7
-"""Largest share of the whole model's work that small models may need: checking them takes time too."""
+
+
+class CutRule(NamedTuple):
+    """When to cut a list of blocks."""
+
+    min_length: int
+    """The shortest list that is worth cutting."""
+    worthwhile_share: float
+    """Largest share of the whole model's work that small models may need."""
+
+
+EAGER = CutRule(min_length=16, worthwhile_share=0.7)
+"""Checking the small models takes time too."""
+COMPILED = CutRule(min_length=10, worthwhile_share=0.85)
+"""Compiling takes so much longer than checking that smaller savings are worthwhile."""
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 
@@ -39,7 +50,7 @@ class RepeatedBlocks(NamedTuple):
     """Leaf modules per block: the time of a trace is assumed to be proportional to them."""
 
 
-def find_cuttable_lists(model: nn.Module) -> list[RepeatedBlocks]:
+def find_cuttable_lists(model: nn.Module, rule: CutRule = EAGER) -> list[RepeatedBlocks]:
     """Return the long lists of equal blocks, if tracing small models is less work than tracing the whole.
 
     Every list doubles the number of small models: each is traced with few blocks and with one more.
@@ -49,11 +60,20 @@ def find_cuttable_lists(model: nn.Module) -> list[RepeatedBlocks]:
         for name, blocks in find_repeated_blocks(model)
         if name
     ]
-    lists = [item for item in lists if item.length >= MIN_LENGTH and are_blocks_equal(model, item.blocks)]
+    lists = [
+        item for item in lists if item.length >= rule.min_length and are_blocks_equal(model, item.blocks)
+    ]
     lists.sort(key=lambda item: -item.length * item.leaves)
     whole = count_leaves(model)
     best = min(range(min(len(lists), MAX_LISTS) + 1), key=lambda count: _count_work(whole, lists[:count]))
-    return lists[:best] if _count_work(whole, lists[:best]) < WORTHWHILE_SHARE * whole else []
+    is_worthwhile = _count_work(whole, lists[:best]) < rule.worthwhile_share * whole
+    return lists[:best] if is_worthwhile else []
+
+
+def has_long_list(model: nn.Module) -> bool:
+    """Return whether a list is so long that compiling only a few of its blocks would save time."""
+    lists = [blocks for name, blocks in find_repeated_blocks(model) if name]
+    return any(len(list(blocks.children())) >= COMPILED.min_length for blocks in lists)
 
 
 def _count_work(whole: int, lists: list[RepeatedBlocks]) -> float:

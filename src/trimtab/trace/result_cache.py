@@ -1,7 +1,7 @@
 """Remember which tensors operations return, so that a repeated operation skips torch's fake kernels.
 
 The shapes, strides, dtypes and devices of results follow from those of the arguments. A training step repeats
-few distinct operations many times, and working out a result anew takes most of the time of a trace. Only
+few distinct operations many times, and working out a result again takes most of the time of a trace. Only
 operations are remembered whose schema says that they return new tensors, views of their first argument, or
 that argument itself; all others run as usual.
 """

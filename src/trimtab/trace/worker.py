@@ -62,6 +62,10 @@ NOTHING_MOVED = (
     "offload: no activation goes to the host; those of the last operations, small ones and those of code "
     "outside of the model stay on the GPU"
 )
+COMPILED_WHOLE = (
+    "torch.compile ran on all blocks of the model, which takes longer: a few of them do not show what the "
+    "others compile to"
+)
 LONGEST_NOTE = "memory is that of longest(), the longest batch of the job; time is that of batch()"
 
 
@@ -116,6 +120,7 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
     from trimtab.trace.compiled import patch_torch_compile
     from trimtab.trace.kernels import Kernels
     from trimtab.trace.recorder import Recorder
+    from trimtab.trace.repeated_blocks import has_long_list
 
     if request.setting.gpus > 1:
         _join_fake_group(request.setting)
@@ -134,9 +139,13 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         built = _BuiltModel(job, model, request, recorder, rank)
         trace = None
         # A pipeline stage has only some of the blocks: they are all traced. So are they if they differ.
-        are_alike = rank.stage is None and not request.setting.recompute.way.is_partial
-        if how != WHOLE and are_alike and not recorder.uses_compile and not request.setting.compile:
+        way = request.setting.recompute.way
+        are_alike = rank.stage is None and not way.is_partial and way.budget is None
+        # A job that compiles its model itself has compiled it with all of its blocks.
+        if how != WHOLE and are_alike and not recorder.uses_compile:
             trace = _trace_by_few_blocks(built, check=how == CHECKED, timeout_s=timeout_s)
+            if trace is None and request.setting.compile and has_long_list(model):
+                recorder.kernels.assume(COMPILED_WHOLE)
         if trace is not None:
             deliver(trace, how)
         else:
@@ -220,9 +229,11 @@ def _trace_by_few_blocks(built: _BuiltModel, *, check: bool, timeout_s: float) -
     With `check`, a forward pass computed in this way must equal a traced one of the whole model: a job may do
     something at the tenth block that the first four do not show. The check uses the simplest setting.
     """
-    from trimtab.trace.repeated_blocks import find_cuttable_lists, list_allocations
+    from trimtab.trace.compiled import warm_compiler
+    from trimtab.trace.repeated_blocks import COMPILED, EAGER, find_cuttable_lists, list_allocations
 
-    lists = find_cuttable_lists(built.model)
+    compiled = built.request.setting.compile
+    lists = find_cuttable_lists(built.model, COMPILED if compiled else EAGER)
     if not lists:
         return None
     given = f"job {built.request.job}"
@@ -239,26 +250,38 @@ def _trace_by_few_blocks(built: _BuiltModel, *, check: bool, timeout_s: float) -
         if check:
             all_of_them = tuple(items.length for items in lists)
             *some, whole = traced(_simplify_setting(built), [*small, all_of_them], forward=True)
-            guess = _extend_lists(some, lists)
+            guess = _extend_lists(some, lists, reuses=False)
             if guess is None or list_allocations(guess) != list_allocations(whole):
                 return None
-        return _extend_lists(traced(built, small, forward=False), lists)
+        if compiled:
+            warm_compiler(built.recorder)
+        trace = _extend_lists(traced(built, small, forward=False), lists, reuses=compiled)
+        return _note_few_blocks(trace, lists) if trace is not None and compiled else trace
     except TrimtabError:
         # On any error, trace the whole model: it succeeds or gives a better message.
         return None
 
 
-def _extend_lists(some: list[Trace], lists: list[RepeatedBlocks]) -> Trace | None:
+def _note_few_blocks(trace: Trace, lists: list[RepeatedBlocks]) -> Trace:
+    """Return the trace with a note on the models that torch.compile ran on."""
+    words = " and ".join(
+        f"{FEW_BLOCKS} and {FEW_BLOCKS + 1} of the {items.length} blocks in {items.name}" for items in lists
+    )
+    note = f"torch.compile ran on models with {words}; the other blocks repeat what they show"
+    return trace.replace(assumptions=(*trace.assumptions, note))
+
+
+def _extend_lists(some: list[Trace], lists: list[RepeatedBlocks], *, reuses: bool) -> Trace | None:
     """Extend traces of small models to the whole; of each two neighbours, one has one block more."""
     if not lists:
         return some[0]
     *others, last = lists
     longer = [
-        extend_blocks(few, more, blocks=last.name, traced=FEW_BLOCKS + 1, total=last.length)
+        extend_blocks(few, more, blocks=last.name, traced=FEW_BLOCKS + 1, total=last.length, reuses=reuses)
         for few, more in zip(some[::2], some[1::2], strict=True)
     ]
     extended = [trace for trace in longer if trace is not None]
-    return _extend_lists(extended, others) if len(extended) == len(longer) else None
+    return _extend_lists(extended, others, reuses=reuses) if len(extended) == len(longer) else None
 
 
 def _few_blocks_task(
@@ -279,8 +302,8 @@ def _few_blocks_task(
 
 
 def _simplify_setting(built: _BuiltModel) -> _BuiltModel:
-    """Return the same model on one device, without recomputation."""
-    setting = built.request.setting.replace(recompute=Recompute.NONE)
+    """Return the same model in eager mode on one device, without recomputation."""
+    setting = built.request.setting.replace(recompute=Recompute.NONE, compile=False)
     if not built.rank.branch:
         setting = one_micro_batch(setting)
     return built._replace(request=built.request.replace(setting=setting))
@@ -398,6 +421,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
 def _run_timed_steps(built: _BuiltModel, state: Any, batch: Any, names: dict[int, str]) -> list[int]:
     """Run the steps of a trace; return the bytes that each forward pass left for its backward pass."""
     from trimtab.engine import step as steps
+    from trimtab.trace.compiled import sort_gradient_marks
 
     request, recorder = built.request, built.recorder
     kept: list[int] = []
@@ -414,6 +438,8 @@ def _run_timed_steps(built: _BuiltModel, state: Any, batch: Any, names: dict[int
                 state, [batch], clip=request.clip, between=lambda: kept.append(recorder.live_bytes())
             )
         _label_tensors(state, recorder, names)
+    if recorder.uses_compile:
+        sort_gradient_marks(recorder, list(names.values()))
     return kept
 
 
@@ -709,14 +735,22 @@ def _check_load_failure(error: TrimtabError, requests: TraceRequests) -> Trimtab
 def _trace_ranks(
     job: Any, requests: TraceRequests, parts: list[_RankRequest], checks: JobChecks
 ) -> list[bytes]:
-    """Return the answer to each part; trace parts with all blocks if the check of few blocks fails."""
+    """Return the answer to each part; trace parts with all blocks if the check of few blocks fails.
+
+    The first eager part is checked for all eager parts, and each compiled part for itself: the compiler may
+    treat equal blocks differently.
+    """
+    compiled = [part.request.setting.compile for part in parts]
     ways = [WHOLE if checks.few is False else FEWER] * len(parts)
+    first = compiled.index(False) if False in compiled else 0
     if checks.few is None:
-        ways[0] = CHECKED
+        ways = [
+            CHECKED if place == first or is_compiled else FEWER for place, is_compiled in enumerate(compiled)
+        ]
     answers = _run_forks(job, requests, list(zip(parts, ways, strict=True)))
     came = [msgspec.json.decode(answer, type=_AnswerHeader).how for answer in answers]
-    if ways[0] == CHECKED and came[0]:
-        checks.few = came[0] == CHECKED
+    if ways[first] == CHECKED and came[first] and (came[first] == CHECKED or not compiled[first]):
+        checks.few = came[first] == CHECKED
     doubtful = [place for place, how in enumerate(came) if how == FEWER]
     if checks.few or not doubtful:
         return answers
