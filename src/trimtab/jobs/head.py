@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import trimtab.jobs.loss_kernel  # noqa: F401 - defines token_loss_slopes
+
 IGNORE_INDEX = -100
 """Targets with this value have no loss."""
 
@@ -139,42 +141,38 @@ class _SummedLoss(torch.autograd.Function):
         wide = torch.promote_types(half, torch.float32)
         table = weight.to(half)
         total = torch.zeros((), device=rows.device, dtype=wide)
-        weight_gradient = torch.zeros_like(weight, dtype=wide) if for_weight else None
+        weight_gradient = None
         row_gradients = []
         teachers: Any = (None,) * pieces
         if teacher_hidden is not None and teacher_shares is not None:
             teachers = zip(teacher_hidden.chunk(pieces), teacher_shares.chunk(pieces), strict=True)
+        # The kernel has no rule for logits that are split over ranks (DTensor).
+        in_place = (for_rows or for_weight) and teacher_hidden is None and not hasattr(weight, "placements")
         for piece, piece_labels, counts, teacher in zip(
             rows.chunk(pieces), labels.chunk(pieces), shares.chunk(pieces), teachers, strict=False
         ):
             narrow = piece.to(half)
             with torch.autocast(rows.device.type, enabled=False):
-                logits = narrow @ table.t()
-                norm = logits.to(wide).logsumexp(-1)
-                places = piece_labels.clamp(min=0)[:, None]
-                score = logits.gather(1, places).squeeze(1).to(wide)
-                total = total + ((norm - score) * counts).sum()
-                teacher_slope = None
-                if teacher is not None:
-                    divergence, teacher_slope = _teacher_divergence(
-                        logits, teacher[0].to(half) @ table.t(), teacher[1], temperature
-                    )
-                    total = total + divergence
-                if not (for_rows or for_weight):
-                    continue
-                # The share is part of the exponent, and the slope at the label is set afterwards: this
-                # takes one exponential per element.
-                slope = (logits.to(wide) - (norm - counts.to(wide).log())[:, None]).exp()
-                at_label = ((score - norm).exp() - 1) * counts
-                if teacher_slope is not None:
-                    slope = slope + teacher_slope
-                    at_label = at_label + teacher_slope.gather(1, places).squeeze(1)
-                slope = slope.to(half)
-                slope.scatter_(1, places, at_label.to(half)[:, None])
+                slope = logits = narrow @ table.t()
+                if in_place:
+                    losses = torch.ops.trimtab.token_loss_slopes(logits, piece_labels, counts.to(wide))
+                    total = total + losses.sum()
+                else:
+                    divergence = teacher_slope = None
+                    if teacher is not None:
+                        divergence, teacher_slope = _teacher_divergence(
+                            logits, teacher[0].to(half) @ table.t(), teacher[1], temperature
+                        )
+                    piece_sum, norm, score = _sum_piece(logits, piece_labels, counts)
+                    total = total + piece_sum if divergence is None else total + piece_sum + divergence
+                    if not (for_rows or for_weight):
+                        continue
+                    slope = _piece_slopes(logits, piece_labels, counts, norm, score, teacher_slope)
                 if for_rows:
                     row_gradients.append(slope @ table)
-                if weight_gradient is not None:
-                    weight_gradient = weight_gradient + (slope.t() @ narrow).to(wide)
+                if for_weight:
+                    part = (slope.t() @ narrow).to(wide)
+                    weight_gradient = part if weight_gradient is None else weight_gradient + part
         ctx.save_for_backward(torch.cat(row_gradients) if for_rows else None, weight_gradient, divisor)
         ctx.kinds = rows.dtype, weight.dtype
         return total / divisor
@@ -190,6 +188,38 @@ class _SummedLoss(torch.autograd.Function):
             None if weight_gradient is None else (weight_gradient * share).to(weight),
             *(None,) * 9,
         )
+
+
+def _sum_piece(
+    logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sum of losses of a piece, the logarithm of each row's sum, and the logit of each label."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    norm = logits.to(wide).logsumexp(-1)
+    score = logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1).to(wide)
+    return ((norm - score) * counts).sum(), norm, score
+
+
+def _piece_slopes(  # noqa: PLR0913, PLR0917 - what `_sum_piece` takes and returns
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    counts: torch.Tensor,
+    norm: torch.Tensor,
+    score: torch.Tensor,
+    teacher_slope: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient of the losses of a piece by its logits."""
+    places = labels.clamp(min=0)[:, None]
+    # The share is part of the exponent, and the slope at the label is set afterwards: this takes one
+    # exponential per element.
+    slope = (logits.to(norm.dtype) - (norm - counts.to(norm.dtype).log())[:, None]).exp()
+    at_label = ((score - norm).exp() - 1) * counts
+    if teacher_slope is not None:
+        slope = slope + teacher_slope
+        at_label = at_label + teacher_slope.gather(1, places).squeeze(1)
+    slope = slope.to(logits.dtype)
+    slope.scatter_(1, places, at_label.to(logits.dtype)[:, None])
+    return slope
 
 
 def _teacher_divergence(

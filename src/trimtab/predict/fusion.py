@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.cache import MemoryCache
 from trimtab.spec import PARTS, Work
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT8, FLOAT32, TF32
-from trimtab.spec.trace import ENTER, LEAVE
+from trimtab.spec.trace import CACHED_ROW_BYTES, ENTER, LEAVE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -333,12 +333,11 @@ LIBRARY_OPS = (
     "histc",
     "bincount",
     "cdist",
+    "token_loss_slopes",
 )
 """Parts of the names of operations that inductor does not fuse but calls."""
 RANDOM_OPS = ("dropout", "bernoulli", "rand", "uniform", "normal_")
 """Operations whose random numbers are saved: drawing them again would give different ones."""
-CACHED_ROW_BYTES = 2**16
-"""Largest row in bytes that is still in a cache when a kernel reads it again."""
 WIDE_SHARE = 1 / 64
 """A reduction that writes more than this share of its input includes the step after it: a norm, a softmax."""
 SCATTERED_NORMS = ("batch_norm", "group_norm")

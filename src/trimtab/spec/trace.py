@@ -23,6 +23,8 @@ KINDS = (
 )
 """Kinds of operations for the time model. A transfer copies between device and host beside the computation.
 In a wait, the host waits for a value; a view and the call of a module cost only host time."""
+CACHED_ROW_BYTES = 2**16
+"""Largest row in bytes that is still in a cache when a kernel reads it again."""
 ENTER, LEAVE = "enter", "leave"
 """Names of the calls at the start and end of the model: torch.compile compiles what is between them."""
 GRAPH_ENTER, GRAPH_LEAVE = "enter graph", "leave graph"

@@ -21,6 +21,7 @@ from trimtab.engine.sync_norm import SharedStatistics
 from trimtab.spec import Work
 from trimtab.spec.trace import (
     BROADCAST,
+    CACHED_ROW_BYTES,
     CONTEXT,
     EXPERTS,
     PERMUTED,
@@ -627,9 +628,23 @@ def _describe_flex(name: str, args: tuple[Any, ...], _: Any) -> Work:
     )
 
 
+def _describe_slopes(name: str, args: tuple[Any, ...], out: Any) -> Work:
+    """Return the work of a loss that overwrites its logits: long rows are read from memory twice."""
+    logits = args[0]
+    moved, row_bytes = count_bytes(logits), logits.shape[-1] * logits.element_size()
+    return Work(
+        op=name,
+        kind="reduction",
+        dtype=dtype_name(logits.dtype),
+        read_bytes=moved * (2 if row_bytes > CACHED_ROW_BYTES else 1),
+        write_bytes=moved + count_bytes(out),
+    )
+
+
 _RULES: dict[str, Callable[[str, tuple[Any, ...], Any], Work]] = {
     "trimtab::flex_attention": _describe_flex,
     "trimtab::flex_attention_backward": _describe_flex,
+    "trimtab::token_loss_slopes": _describe_slopes,
     "trimtab::product_int8": _describe_int8,
     "aten::_scaled_mm": _describe_scaled,
     "trimtab::product_blocks": _describe_blocks,
