@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.tensor import DTensor
 
 from trimtab.engine.branches import keep_branch
@@ -409,6 +410,27 @@ def test_an_index_that_would_run_something_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"not": "an index"}))
     with pytest.raises(pickle.UnpicklingError, match="the index is a dict"):
         SafeReader(tmp_path).read_metadata()
+
+
+class _Attribute:
+    """What Python 3.11.2 writes for a member of an enumeration, and what somebody else may write."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.args
+
+
+def test_an_index_has_members_of_enumerations_and_no_other_attributes(tmp_path: Path) -> None:
+    index = tmp_path / ".metadata"
+    index.write_bytes(pickle.dumps(_Attribute(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")))
+    with pytest.raises(pickle.UnpicklingError, match="the index is a _MEM_FORMAT_ENCODING"):
+        SafeReader(tmp_path).read_metadata()
+    for args in ((_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__init__")):
+        index.write_bytes(pickle.dumps(_Attribute(*args)))
+        with pytest.raises(pickle.UnpicklingError, match="an index has no attribute"):
+            SafeReader(tmp_path).read_metadata()
 
 
 # Several processes

@@ -22,16 +22,16 @@ import pytest
 import trimtab
 from browser import CHROMIUM, WHY_NOT, Browser
 from trimtab.api.exploring import open_explorer
+from trimtab.calculator.choices import ExploreChoice
+from trimtab.calculator.traces import WorkQueue
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
-from trimtab.explore.choices import ExploreChoice
-from trimtab.explore.traces import WorkQueue
 from trimtab.spec.requests import ExploreRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trimtab.explore.server import ExploreServer
+    from trimtab.calculator.server import ExploreServer
 
 PATIENCE_S = 240.0
 
@@ -132,7 +132,7 @@ def test_each_answer_has_a_strict_policy_and_no_asset_names_another_place(server
         assert headers["Referrer-Policy"] == "no-referrer"
         assert not re.findall(rb"(?:https?:)?//[a-z0-9.]+\.[a-z]{2,}", body), name
     assert {"page.html", "explore.js", "explore.css"} <= {
-        file.name for file in files("trimtab.explore").iterdir()
+        file.name for file in files("trimtab.calculator").iterdir()
     }
 
 

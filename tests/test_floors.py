@@ -22,7 +22,7 @@ FLOORS = [
     {"planner"},
     {"configs", "launching", "training", "diagnosis", "exams", "calibration", "watching"},
     {"scripts"},
-    {"cli", "api", "explore", "integrations", "render", "pages", "__main__"},
+    {"cli", "api", "calculator", "integrations", "render", "pages", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SEVENTH = len(FLOORS) - 1

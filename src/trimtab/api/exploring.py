@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trimtab.spec.requests import ExploreRequest, accepts
 
 if TYPE_CHECKING:
-    from trimtab.explore.server import ExploreServer
+    from trimtab.calculator.server import ExploreServer
 
 
 @accepts(ExploreRequest)
@@ -23,8 +23,8 @@ def explore(request: ExploreRequest) -> None:
 
 def open_explorer(request: ExploreRequest) -> ExploreServer:
     """Read the job and open the port; raise if one of them cannot be."""
-    from trimtab.explore.explorer import Explorer
-    from trimtab.explore.server import ExploreServer
+    from trimtab.calculator.explorer import Explorer
+    from trimtab.calculator.server import ExploreServer
 
     explorer = Explorer(request)
     try:

@@ -33,7 +33,7 @@ micro-batch is a suffix of the key, so that the traces of one family can be list
 """
 NOT_TRACING = frozenset(
     {
-        *("api", "cli", "configs", "diagnosis", "exams", "explore", "launching", "calibration", "pages"),
+        *("api", "cli", "configs", "diagnosis", "exams", "calculator", "launching", "calibration", "pages"),
         *("planner", "predict", "probe", "render", "training", "watching"),
     }
 )

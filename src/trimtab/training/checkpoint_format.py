@@ -12,6 +12,7 @@ import pickle
 import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from enum import Enum, EnumType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -151,10 +152,21 @@ class _IndexUnpickler(pickle.Unpickler):
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype) or (value is not None and value is torch.Size):
             return value
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.0 to 3.11.3 write members of an enumeration as getattr(class, name).
+            return _get_member
         allowed = _INDEX_CLASSES.get(module, set())
         if allowed is None or name in allowed:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"an index has no {module}.{name}")
+
+
+def _get_member(kind: Any, name: Any) -> Enum:
+    """Return a member of an enumeration; raise UnpicklingError for any other attribute."""
+    if not (isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"an index has no attribute {name!r}")
+    member: Enum = kind.__members__[name]
+    return member
 
 
 class CheckpointReader:

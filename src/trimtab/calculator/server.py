@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from trimtab.calculator.choices import ExploreChoice
 from trimtab.errors import EnvironmentFault
-from trimtab.explore.choices import ExploreChoice
 from trimtab.pages.page import read_asset
 from trimtab.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.explore.explorer import Explorer
+    from trimtab.calculator.explorer import Explorer
 
 HOST = "127.0.0.1"
 LARGEST_BODY = 64 * 1024
@@ -51,7 +51,7 @@ REPORT_ASSETS = {"style.css": CSS, "script.js": SCRIPT}
 @cache
 def read_own_asset(name: str) -> str:
     """Read a file of the page."""
-    return files("trimtab.explore").joinpath(name).read_text(encoding="utf-8")
+    return files("trimtab.calculator").joinpath(name).read_text(encoding="utf-8")
 
 
 class ExploreServer(ThreadingHTTPServer):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.api.estimating import first_device, requested_setting
+from trimtab.calculator.choices import ExploreChoice, JobChoices
+from trimtab.calculator.traces import TraceStore, WorkQueue
 from trimtab.errors import TrimtabError
-from trimtab.explore.choices import ExploreChoice, JobChoices
-from trimtab.explore.traces import TraceStore, WorkQueue
 from trimtab.jobs.load import find_job_name
 from trimtab.pages.charts import LimitLine, draw_stack
 from trimtab.pages.figures import format_seconds, list_memory_parts, list_time_parts
