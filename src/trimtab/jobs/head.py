@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import trimtab.jobs.loss_kernel  # noqa: F401 - defines token_loss_slopes
+from trimtab.jobs.loss_kernel import find_slopes, score_labels
 
 IGNORE_INDEX = -100
 """Targets with this value have no loss."""
@@ -163,11 +163,12 @@ class _SummedLoss(torch.autograd.Function):
                         divergence, teacher_slope = _teacher_divergence(
                             logits, teacher[0].to(half) @ table.t(), teacher[1], temperature
                         )
-                    piece_sum, norm, score = _sum_piece(logits, piece_labels, counts)
+                    norm, score = score_labels(logits, piece_labels)
+                    piece_sum = ((norm - score) * counts).sum()
                     total = total + piece_sum if divergence is None else total + piece_sum + divergence
                     if not (for_rows or for_weight):
                         continue
-                    slope = _piece_slopes(logits, piece_labels, counts, norm, score, teacher_slope)
+                    slope = find_slopes(logits, piece_labels, counts, norm, score, teacher_slope)
                 if for_rows:
                     row_gradients.append(slope @ table)
                 if for_weight:
@@ -188,38 +189,6 @@ class _SummedLoss(torch.autograd.Function):
             None if weight_gradient is None else (weight_gradient * share).to(weight),
             *(None,) * 9,
         )
-
-
-def _sum_piece(
-    logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sum of losses of a piece, the logarithm of each row's sum, and the logit of each label."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    norm = logits.to(wide).logsumexp(-1)
-    score = logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1).to(wide)
-    return ((norm - score) * counts).sum(), norm, score
-
-
-def _piece_slopes(  # noqa: PLR0913, PLR0917 - what `_sum_piece` takes and returns
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    counts: torch.Tensor,
-    norm: torch.Tensor,
-    score: torch.Tensor,
-    teacher_slope: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the gradient of the losses of a piece by its logits."""
-    places = labels.clamp(min=0)[:, None]
-    # The share is part of the exponent, and the slope at the label is set afterwards: this takes one
-    # exponential per element.
-    slope = (logits.to(norm.dtype) - (norm - counts.to(norm.dtype).log())[:, None]).exp()
-    at_label = ((score - norm).exp() - 1) * counts
-    if teacher_slope is not None:
-        slope = slope + teacher_slope
-        at_label = at_label + teacher_slope.gather(1, places).squeeze(1)
-    slope = slope.to(logits.dtype)
-    slope.scatter_(1, places, at_label.to(logits.dtype)[:, None])
-    return slope
 
 
 def _teacher_divergence(

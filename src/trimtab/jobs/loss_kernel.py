@@ -17,16 +17,39 @@ Labels below 0 are taken for 0, so their share must be 0.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def overwrite_logits(logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Do what `token_loss_slopes` does, in plain torch."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+def score_labels(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logarithm of each row's sum of exponentials, and the logit of each label."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    norm = logits.to(wide).logsumexp(-1)
+    return norm, logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1).to(wide)
+
+
+def find_slopes(  # noqa: PLR0913, PLR0917 - what `score_labels` takes and returns
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    shares: torch.Tensor,
+    norm: torch.Tensor,
+    score: torch.Tensor,
+    teacher_slope: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradient by the logits of cross entropy times share."""
     places = labels.clamp(min=0)[:, None]
-    norm = wide.logsumexp(-1)
-    score = wide.gather(1, places).squeeze(1)
     # The share is part of the exponent, and the slope at the label is set afterwards: this takes one
     # exponential per element.
-    logits.copy_((wide - (norm - shares.log())[:, None]).exp())
-    logits.scatter_(1, places, (((score - norm).exp() - 1) * shares).to(logits.dtype)[:, None])
+    slope = (logits.to(norm.dtype) - (norm - shares.to(norm.dtype).log())[:, None]).exp()
+    at_label = ((score - norm).exp() - 1) * shares
+    if teacher_slope is not None:
+        slope = slope + teacher_slope
+        at_label = at_label + teacher_slope.gather(1, places).squeeze(1)
+    slope = slope.to(logits.dtype)
+    slope.scatter_(1, places, at_label.to(logits.dtype)[:, None])
+    return slope
+
+
+def overwrite_logits(logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Do what `token_loss_slopes` does, in plain torch."""
+    norm, score = score_labels(logits, labels)
+    logits.copy_(find_slopes(logits, labels, shares, norm, score))
     return (norm - score) * shares
 
 
