@@ -45,8 +45,8 @@ def test_a_long_row_is_counted_twice_and_a_short_one_once() -> None:
 
         with FakeTensorMode(allow_non_fake_inputs=True):
             args = tuple(
-                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda")
-                for one in (torch.empty(4, columns, dtype=torch.bfloat16, device="meta"), labels, shares)
+                torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cuda")
+                for given in (torch.empty(4, columns, dtype=torch.bfloat16, device="meta"), labels, shares)
             )
             work = describe_work(operation, "trimtab::token_loss_slopes", args, {}, args[2])
         assert work is not None
