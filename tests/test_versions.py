@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import doctest
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import machines as m
 from trimtab.catalog import tables, torch_release
@@ -14,6 +16,7 @@ from trimtab.errors import EnvironmentFault
 from trimtab.probe import versions
 from trimtab.probe.detect import detect
 from trimtab.probe.machine import replay_machine
+from trimtab.version import VERSION
 
 
 def whats(record: dict[str, object]) -> list[str]:
@@ -166,3 +169,14 @@ def test_a_torch_that_is_not_supported_is_refused_by_name_before_a_job_runs(
     assert done.returncode == 5
     assert done.stderr.startswith("error: torch 2.8.0\n")
     assert "the job was run" not in done.stderr
+
+
+def test_the_changelog_and_the_citation_have_this_version() -> None:
+    root = Path(__file__).parent.parent
+    changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(VERSION)} \(\d{{4}}-\d\d-\d\d\)", headings[1])
+    citation = yaml.safe_load((root / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == VERSION
+    assert f"({citation['date-released']})" in headings[1]
