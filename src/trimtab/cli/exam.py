@@ -118,7 +118,7 @@ def profile(request: ProfileRequest, *, json: Json = False) -> None:
 def calibrate(
     budget: Annotated[
         float, typer.Option(metavar="SECONDS", help="Seconds that the measurements may take.")
-    ] = 50.0,
+    ] = 60.0,
     links: Annotated[
         bool,
         typer.Option("--links", help="Measure collectives between GPUs instead of operations."),
@@ -133,7 +133,7 @@ def calibrate(
 ) -> None:
     """Measure the GPU of this machine once, for predictions of time.
 
-    Runs the operations of common models over sizes and precisions, in under a minute. With --links, measures
+    Runs the operations of common models over sizes and precisions, in about a minute. With --links, measures
     all-reduce, all-gather, reduce-scatter, all-to-all and send between the GPUs of this machine, or between
     all processes that torchrun or srun started it in.
     """
