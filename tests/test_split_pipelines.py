@@ -14,8 +14,10 @@ from torch.nn import functional
 import trimtab
 from expert_jobs import StackedExperts
 from test_sharded_pipelines import SCHEDULES
+from test_ways import among
 from trimtab.spec import ContextMethod, Mesh, Recompute, Setting, Strategy
 from trimtab.training.checkpoints import CheckpointManager
+from trimtab.training.evaluation import evaluate_run
 from trimtab.training.run import Run
 from worlds import everywhere
 
@@ -221,3 +223,67 @@ def test_stages_that_are_split_learn_what_one_process_learns(cases: list[Any]) -
         torch.set_default_dtype(SINGLE)
         for found in reports:
             check(found[number], truth, 1e-10 if dtype == DOUBLE else 1e-5)
+
+
+ALONE = Setting(micro_batch=4, accumulation=2, global_batch=SAMPLES)
+CHAINS: dict[str, list[Setting]] = {
+    "dense": [
+        ALONE,
+        make_setting({"tp": 2}, SCHEDULES["interleaved"]),
+        make_setting({"cp": 2}, SCHEDULES["1f1b"]),
+        ALONE,
+    ],
+    "experts": [
+        make_setting({"dp_shard": 2}, SCHEDULES["1f1b"]),
+        make_setting({"dp_shard": 2, "ep": 2}, SCHEDULES["zero bubble"]),
+        ALONE,
+    ],
+}
+
+
+def resume_chains(folder: str) -> dict[str, Any]:
+    """Run a step under each setting of a chain, from the checkpoint of the one before; evaluate each."""
+    torch.set_default_dtype(DOUBLE)
+    found: dict[str, Any] = {}
+    for name, settings in CHAINS.items():
+        job = JOBS[name]()
+        batches = make_batches(job, len(settings))
+        held_out = job.batch(SAMPLES)
+        dataset = [{key: value[number] for key, value in held_out.items()} for number in range(SAMPLES)]
+        for number, setting in enumerate(settings):
+            with among(setting.gpus) as here:
+                if not here:
+                    continue
+                with Run(setting, job=job, join_s=60) as run:
+                    model, optimizer = run.prepare()
+                    keeper = CheckpointManager(Path(folder) / name)
+                    objects = {"model": model, "optimizer": optimizer}
+                    assert (keeper.load_latest(objects) is None) == (number == 0)
+                    trained = run_steps(run, batches[number : number + 1])
+                    trained["evaluated"] = evaluate_run(run, dataset)["loss"]
+                    keeper.save(number + 1, objects, wait=True)
+                    found[f"{name} {number}"] = trained
+    return found
+
+
+@pytest.mark.slow
+def test_checkpoints_resume_on_meshes_that_split_a_stage_in_other_ways(tmp_path: Path) -> None:
+    reports = everywhere(4, resume_chains, str(tmp_path), timeout_s=300)
+    torch.set_default_dtype(DOUBLE)
+    try:
+        for name, settings in CHAINS.items():
+            job = JOBS[name]()
+            make_batches(job, len(settings))
+            held_out = job.batch(SAMPLES)
+            for number, setting in enumerate(settings):
+                truth = train_alone(job, float("inf"), number + 1)
+                last = {key: truth[key][-1:] for key in ("losses", "norms")} | {"weights": truth["weights"]}
+                model = job.model()
+                model.load_state_dict(truth["weights"], strict=False)
+                with torch.no_grad():
+                    loss = job.loss(model, held_out).item()
+                for found in reports[: setting.gpus]:
+                    check(found[f"{name} {number}"], last, 1e-10)
+                    assert found[f"{name} {number}"]["evaluated"] == pytest.approx(loss, rel=1e-10)
+    finally:
+        torch.set_default_dtype(SINGLE)

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimtab.engine.tensor_parallel import clear_sharding_cache
 from trimtab.errors import WrongUse
 from trimtab.units import plural
 
@@ -475,7 +474,6 @@ def make_expert_group(setting: Setting, device: str) -> ExpertGroup:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
 
-    clear_sharding_cache()
     mesh = setting.mesh
     axes = {"dp_shard_mod_ep": mesh.shards // mesh.ep, "ep": mesh.ep}
     if mesh.dp_replicate > 1:

@@ -33,7 +33,7 @@ from trimtab.engine.expert_parallel import split_experts
 from trimtab.engine.gradients import sum_squares
 from trimtab.engine.precision import torch_dtype
 from trimtab.engine.sync_norm import widen_norms
-from trimtab.engine.tensor_parallel import TensorSplitter
+from trimtab.engine.tensor_parallel import TensorSplitter, clear_sharding_cache
 from trimtab.errors import WrongUse
 from trimtab.spec import Offload
 from trimtab.strategies import limits
@@ -747,6 +747,7 @@ def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
 
+    clear_sharding_cache()
     mesh = setting.mesh
     axes = {"dp_shard_cp": mesh.shards}
     if mesh.dp_replicate > 1:

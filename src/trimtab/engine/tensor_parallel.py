@@ -38,7 +38,6 @@ class TensorSplitter:
         self._split: dict[int, tuple[Any, nn.Parameter]] = {}
         """By id: a parameter and what it became. Both are kept alive, so that their ids are not reused."""
         enable_mixed_tensors()
-        clear_sharding_cache()
 
     def split_module(self, module: nn.Module) -> None:
         """Turn all parameters of a module on the device into DTensors, except those that are already."""
