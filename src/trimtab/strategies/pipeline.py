@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from math import gcd
 from typing import TYPE_CHECKING
 
 from trimtab.spec import Mesh, Schedule, Strategy
@@ -109,20 +108,21 @@ class PipelineStrategy(ParallelStrategy):
         ep: int = 1,
         pp: int | None = None,
         dp_shard: int | None = None,
+        dp_replicate: int | None = None,
     ) -> Iterator[Mesh]:
-        """Yield the meshes with copies of each stage; with a fixed `pp`, those with so many shards of it."""
+        """Yield the meshes with copies of each stage; with a fixed `pp`, the one with so many shards of it.
+
+        If the ranks of a stage split layers or sequences, or hold different experts, all others hold shards.
+        """
         if pp is None or max(dp_shard or 1, tp, cp, ep) == 1:
             yield from super().meshes_within(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
             return
         ranks, left = divmod(gpus, pp * tp * cp)
         if pp == 1 or left:
             return
-        # Who does not say how many shards there are gets as many as can be, or as few.
-        numbers = dict.fromkeys((ranks, ep // gcd(cp, ep))) if dp_shard is None else (dp_shard,)
-        for shards in numbers:
-            if ranks % shards == 0 and shards * cp % ep == 0:
-                copies = ranks // shards
-                yield Mesh(pp=pp, dp_shard=shards, tp=tp, cp=cp, ep=ep, dp_replicate=copies)
+        shards = dp_shard or ranks // (dp_replicate or 1)
+        if shards and ranks % shards == 0 and shards * cp % ep == 0:
+            yield Mesh(pp=pp, dp_shard=shards, tp=tp, cp=cp, ep=ep, dp_replicate=ranks // shards)
 
     def resized(self, mesh: Mesh, ranks: int, *, nodes: int = 1, branches: int = 0) -> tuple[Strategy, Mesh]:
         """Return as many stages as until now, or fewer on fewer ranks; else shards.
