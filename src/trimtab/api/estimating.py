@@ -540,8 +540,10 @@ def calibrate(*, budget_s: float | None = None, owner: str = "") -> tuple[Calibr
     `owner` is written into the file, for those you share it with.
     """
     from trimtab.calibration.measure import BUDGET_S, calibrate_in_child
+    from trimtab.catalog.torch_release import require_supported_torch
     from trimtab.predict.calibration import read_own_calibration, write_own_calibration
 
+    require_supported_torch()
     device = gpu_here("calibrate")
     found = calibrate_in_child(device.kind, budget_s=budget_s or BUDGET_S).replace(owner=owner)
     earlier = read_own_calibration(device, imported=False)
@@ -564,9 +566,11 @@ def calibrate_links(*, procs: int | None = None) -> tuple[Calibration, Path | No
     from datetime import UTC, datetime
 
     from trimtab.calibration import links
+    from trimtab.catalog.torch_release import require_supported_torch
     from trimtab.predict.calibration import read_own_calibration, write_own_calibration
     from trimtab.spec import Calibration
 
+    require_supported_torch()
     devices = detect().devices
     backend = "nccl" if devices else "gloo"
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
