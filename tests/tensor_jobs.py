@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.spec import Mesh, Schedule, Setting, Strategy
+from trimtab.spec import Mesh, Setting, Strategy
 from trimtab.training.run import Run
 
 WIDTH, TOKENS, WORDS, SAMPLES, STEPS = 16, 8, 32, 4, 3
@@ -53,11 +53,11 @@ class Block(nn.Module):
 class Writer(nn.Module):
     """A plain language model: embeddings of words and places, blocks, a head."""
 
-    def __init__(self, heads: int, words: int, depth: int = 2) -> None:
+    def __init__(self, heads: int, words: int) -> None:
         super().__init__()
         self.words = nn.Embedding(words, WIDTH, padding_idx=words // 2 + 1)
         self.places = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList([Block(heads) for _ in range(depth)])
+        self.blocks = nn.ModuleList([Block(heads) for _ in range(2)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, words, bias=False)
 
@@ -73,12 +73,12 @@ class PlainJob(trimtab.Job):
 
     additive = True
 
-    def __init__(self, heads: int = 4, words: int = WORDS, *, tied: bool = False, depth: int = 2) -> None:
-        self.heads, self.words, self.tied, self.depth = heads, words, tied, depth
+    def __init__(self, heads: int = 4, words: int = WORDS, *, tied: bool = False) -> None:
+        self.heads, self.words, self.tied = heads, words, tied
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        model = Writer(self.heads, self.words, self.depth).double()
+        model = Writer(self.heads, self.words).double()
         if self.tied:
             model.head.weight = model.words.weight
         return model
@@ -104,7 +104,7 @@ class LlamaJob(PlainJob):
         config = LlamaConfig(
             hidden_size=WIDTH,
             intermediate_size=2 * WIDTH,
-            num_hidden_layers=self.depth,
+            num_hidden_layers=2,
             num_attention_heads=self.heads,
             num_key_value_heads=self.heads // 2 if self.heads == 8 else self.heads,
             vocab_size=self.words,
@@ -146,23 +146,17 @@ class ChainJob(PlainJob):
         return (model(batch) - batch[:, :3]).square().mean()
 
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "": {},
-    "interleaved": {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2},
-    "zero-bubble": {"schedule": Schedule.ZERO_BUBBLE},
-}
 JOBS = {"plain": PlainJob, "llama": LlamaJob, "chain": ChainJob}
 
 
-def make_setting(micro_batch: int | None = None, schedule: str = "", **mesh: int) -> Setting:
+def make_setting(micro_batch: int | None = None, **mesh: int) -> Setting:
     """Return a setting whose ranks take all samples of a step in one or more micro-batches."""
     axes = Mesh(**mesh)  # type: ignore[arg-type]  # names of axes
     own = SAMPLES // axes.data_parallel
     micro_batch = micro_batch or own
     strategy = Strategy.HSDP if axes.dp_replicate > 1 else Strategy.FSDP
     return Setting(
-        **SCHEDULES[schedule],
-        strategy=strategy if axes.pp == 1 else Strategy.PIPELINE,
+        strategy=strategy,
         mesh=axes,
         micro_batch=micro_batch,
         accumulation=own // micro_batch,
