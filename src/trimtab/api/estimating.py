@@ -537,8 +537,10 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
 def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
     """Measure the GPU of this machine; return the calibration and the file that stores it."""
     from trimtab.calibration.measure import BUDGET_S, calibrate_in_child
+    from trimtab.catalog.torch_release import require_supported_torch
     from trimtab.predict.calibration import read_own_calibration, write_own_calibration
 
+    require_supported_torch()
     device = gpu_here("calibrate")
     found = calibrate_in_child(device.kind, budget_s=budget_s or BUDGET_S)
     earlier = read_own_calibration(device)
@@ -561,9 +563,11 @@ def calibrate_links(*, procs: int | None = None) -> tuple[Calibration, Path | No
     from datetime import UTC, datetime
 
     from trimtab.calibration import links
+    from trimtab.catalog.torch_release import require_supported_torch
     from trimtab.predict.calibration import read_own_calibration, write_own_calibration
     from trimtab.spec import Calibration
 
+    require_supported_torch()
     devices = detect().devices
     backend = "nccl" if devices else "gloo"
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
