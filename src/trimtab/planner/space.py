@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -190,22 +191,36 @@ class Family:
     splits: tuple[BatchSplit, ...] = field(compare=False)
     """The largest micro-batch first."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.strategy, self.mesh, self.recompute, self.compile, self.ways))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _settings(self) -> dict[tuple[BatchSplit, Allocator], Setting]:
+        return {}
+
     def setting(self, split: BatchSplit, allocator: Allocator = Allocator.DEFAULT) -> Setting:
-        """Return the setting with this split."""
-        return Setting(
-            strategy=self.strategy,
-            mesh=self.mesh,
-            micro_batch=split[0],
-            accumulation=split[1],
-            global_batch=self.global_batch,
-            precision=self.precision,
-            recompute=self.recompute,
-            compile=self.compile,
-            allocator=allocator,
-            workers=self.workers,
-            sync_batchnorm=self.sync_batchnorm,
-            **dict(self.ways),
-        )
+        """Return the setting with this split; a search asks for each of them many times."""
+        setting = self._settings.get((split, allocator))
+        if setting is None:
+            setting = self._settings[split, allocator] = Setting(
+                strategy=self.strategy,
+                mesh=self.mesh,
+                micro_batch=split[0],
+                accumulation=split[1],
+                global_batch=self.global_batch,
+                precision=self.precision,
+                recompute=self.recompute,
+                compile=self.compile,
+                allocator=allocator,
+                workers=self.workers,
+                sync_batchnorm=self.sync_batchnorm,
+                **dict(self.ways),
+            )
+        return setting
 
 
 @dataclass(frozen=True)
