@@ -27,7 +27,7 @@ MARK = "_decides_masks"
 """Attribute of a model whose forward pass is wrapped."""
 
 
-class _Call:
+class _RunningCall:
     """What is known about the innermost running call of a model."""
 
     is_plain = False
@@ -59,12 +59,12 @@ def _wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         given = takes.bind_partial(*args, **kwargs).arguments
-        before = _Call.is_plain
-        _Call.is_plain = given.get("attention_mask") is None and given.get("position_ids") is None
+        before = _RunningCall.is_plain
+        _RunningCall.is_plain = given.get("attention_mask") is None and given.get("position_ids") is None
         try:
             return forward(*args, **kwargs)
         finally:
-            _Call.is_plain = before
+            _RunningCall.is_plain = before
 
     return run
 
@@ -73,7 +73,7 @@ def _wrap_is_tracing(is_tracing: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(is_tracing)
     def run(tensor: torch.Tensor | None = None) -> bool:
         # Without a tensor, nothing but lengths decides about the mask.
-        return False if tensor is None and _Call.is_plain else is_tracing(tensor)
+        return False if tensor is None and _RunningCall.is_plain else is_tracing(tensor)
 
     return run
 
@@ -82,6 +82,6 @@ def _wrap_find_packed(find: Callable[..., torch.Tensor | None]) -> Callable[...,
     @functools.wraps(find)
     def run(position_ids: torch.Tensor) -> torch.Tensor | None:
         # The model numbered the tokens itself: each sample is one sequence.
-        return None if _Call.is_plain else find(position_ids)
+        return None if _RunningCall.is_plain else find(position_ids)
 
     return run
