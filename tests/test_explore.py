@@ -262,7 +262,7 @@ def test_a_port_in_use_is_an_error_with_the_fix() -> None:
         with pytest.raises(EnvironmentFault, match="another program uses it") as caught:
             open_explorer(ExploreRequest("slm:tiny", "H100", port=port))
     assert f"--port {port}" in caught.value.given
-    with pytest.raises(EnvironmentFault, match="cannot be opened"):
+    with pytest.raises(WrongUse, match="ports are 0 to 65535"):
         open_explorer(ExploreRequest("slm:tiny", "H100", port=70_000))
 
 
