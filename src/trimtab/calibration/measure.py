@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from trimtab.errors import EnvironmentFault
 from trimtab.spec import Calibration, Noun
 from trimtab.trace.server import SendAnswer, ask, serve
+from trimtab.version import VERSION
 
 BUDGET_S = 60.0
 """For the programs; start-up and host measurements take extra time."""
@@ -75,7 +76,7 @@ def calibrate_here(request: CalibrationRequest) -> Calibration:
         print(f"\r{'':70}\r", end="", file=sys.stderr)  # noqa: T201
     return Calibration(
         device=request.device or torch.cuda.get_device_name(),
-        versions={"torch": str(torch.__version__), "cuda": str(torch.version.cuda)},
+        versions={"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "trimtab": VERSION},
         taken_on=datetime.now(UTC).date().isoformat(),
         works=tuple(stopwatch.times),
         seconds=tuple(stopwatch.times.values()),

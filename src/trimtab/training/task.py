@@ -245,7 +245,7 @@ def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -
 def _pick_mesh(rules: ParallelStrategy, procs: int, branches: int, pins: Mapping[str, Any]) -> Mesh:
     """Return the mesh of the pinned degrees, else the usual one; raise if there is none of them."""
     inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp", "ep")}
-    stages = {name: int(pins[name]) for name in ("pp", "dp_shard") if name in pins}
+    stages = {name: int(pins[name]) for name in ("pp", "dp_shard", "dp_replicate") if name in pins}
     meshes = rules.meshes_within(procs, branches=branches, **inner, **stages)
     if stages.get("pp", 1) == 1:
         usual = rules.mesh(procs, branches=branches, **inner)
