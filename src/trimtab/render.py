@@ -82,7 +82,9 @@ def escape_control(text: str) -> str:
     'H100\\x1b[31m\\n'
     """
     hidden = {
-        character for character in text if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        character
+        for character in set(text)
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     }
     for character in hidden:
         text = text.replace(character, character.encode("unicode_escape", "backslashreplace").decode("ascii"))

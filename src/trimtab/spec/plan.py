@@ -199,6 +199,11 @@ class Plan(Noun, frozen=True, kw_only=True):
     by_formulas: bool = False
     """Whether time and memory come from formulas over the sizes of a decoder: no step was traced."""
 
+    def faults(self) -> list[str]:
+        """Check that the paths can be paths."""
+        paths = {"job": self.job, "folder": self.folder}
+        return [f"{name} has a zero byte, which no path has" for name, path in paths.items() if "\0" in path]
+
 
 # Stages: parts of a training run that change the job, and their plans.
 
