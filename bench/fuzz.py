@@ -31,7 +31,6 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,7 +173,7 @@ def _cut(data: bytes, _: list[bytes], random: Random) -> bytes:
 
 def _flip_bits(data: bytes, _: list[bytes], random: Random) -> bytes:
     changed = bytearray(data)
-    for _ in range(random.choice((1, 1, 2, 8, 32))):
+    for _bit in range(random.choice((1, 1, 2, 8, 32))):
         if changed:
             changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
     return bytes(changed)
@@ -1033,8 +1032,8 @@ def main() -> None:
             f"{len(tally.hangs):>6}{tally.slowest_s * 1e3:>6.0f} ms{mean_s * 1e3:>6.1f} ms",
             flush=True,
         )
-        for place, numbers in Counter({place: len(n) for place, n in tally.tracebacks.items()}).most_common():
-            print(f"    {numbers} x {place}: {tally.tracebacks[place][:3]}", flush=True)
+        for place, numbers in tally.tracebacks.items():
+            print(f"    {len(numbers)} x {place}: {numbers[:3]}", flush=True)
         for what, numbers in (("hang", tally.hangs), ("crash", tally.crashes)):
             if numbers:
                 print(f"    {what}: {numbers[:5]}", flush=True)

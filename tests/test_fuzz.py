@@ -19,14 +19,14 @@ from trimtab.diagnosis.diagnose import diagnose_logs
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 from trimtab.files import read_json_lines
 from trimtab.jobs.model_sizes import ModelSizes, read_job_sizes
-from trimtab.launching.jobs import read_progress
+from trimtab.launching.jobs import read_progress, read_scontrol
 from trimtab.planner.plan_files import is_plan_file, read_checked_plan
 from trimtab.spec import Attempt, Plan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-INPUTS = 150
+INPUTS = 100
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -95,7 +95,7 @@ def test_a_plan_with_impossible_figures_or_paths_is_refused(tmp_path: Path) -> N
 
 
 def test_a_number_of_thousands_of_digits_makes_a_broken_file() -> None:
-    with pytest.raises(BrokenFile, match="not JSON"):
+    with pytest.raises(BrokenFile, match="out of range"):
         Attempt.from_json('{"procs": ' + "9" * 5000 + "}")
 
 
@@ -132,6 +132,10 @@ def test_a_long_line_of_a_shell_script_takes_linear_time(tmp_path: Path) -> None
     file = tmp_path / "run.sh"
     file.write_text("export N=4\necho " + "a" * 1_000_000 + "\nexport M=5\n", encoding="utf-8")
     assert [entry.path for entry in read_config(file).entries()] == [("N",), ("M",)]
+
+
+def test_a_line_of_scontrol_without_a_sign_takes_linear_time() -> None:
+    assert read_scontrol("JobId=7 JobName=" + "a " * 200_000 + "\n" + "a" * 200_000) is not None
 
 
 def test_an_error_does_not_repeat_a_megabyte_of_input() -> None:

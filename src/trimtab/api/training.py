@@ -141,6 +141,7 @@ def _plan_to_train(
     processes there will be, if that is settled, and `per_node` how many of them a launcher has started on
     this node.
     """
+    import os
     from pathlib import Path
 
     from trimtab.errors import WrongUse
@@ -148,6 +149,7 @@ def _plan_to_train(
     from trimtab.spec import Plan
     from trimtab.strategies import find_training_refusal
     from trimtab.trace.job_summary import describe_job
+    from trimtab.training.process_group import SHARE_VARIABLE
     from trimtab.training.task import build_cpu_plan, repeat_node
     from trimtab.units import plural
 
@@ -183,6 +185,12 @@ def _plan_to_train(
                 cure=f"Leave --procs out, or plan again with --pin gpus={ranks}.",
             )
         return found
+    if os.environ.get(SHARE_VARIABLE) == "1" and here.devices and (ranks or 1) > len(here.devices):
+        request.say(
+            f"{SHARE_VARIABLE}=1: {ranks} processes share {plural(len(here.devices), 'GPU')} through gloo. This "
+            "is a rehearsal: it is slower than one process, and its memory and time are not planned."
+        )
+        return build_cpu_plan(name, describe_job(job, name), ranks or 1, policy.pins, overrides)
     if not here.devices:
         return build_cpu_plan(name, describe_job(job, name), ranks or 1, policy.pins, overrides)
     nodes = 1 if per_node is None or ranks is None else max(1, ranks // per_node)
@@ -190,7 +198,8 @@ def _plan_to_train(
         raise WrongUse(
             f"--procs {ranks}",
             found=f"this machine has {plural(len(here.devices), 'GPU')}",
-            cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU.",
+            cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU. For a rehearsal, "
+            f"{SHARE_VARIABLE}=1 lets processes share a GPU.",
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
     return plan(name, repeat_node(here, nodes), pins=fixed, options=overrides, say=request.say)

@@ -206,14 +206,16 @@ def read_scontrol(text: str) -> QueuedJob | None:
     """Parse the output of `scontrol show job`; None if it is no job."""
     values: dict[str, str] = {}
     for line in text.splitlines():
-        key, equals, rest = line.strip().partition("=")
-        if equals and key in WHOLE_LINES:
-            values.setdefault(SCONTROL_KEYS.get(key, key), rest.rstrip())
+        first, equals, rest = line.strip().partition("=")
+        if equals and first in WHOLE_LINES:
+            values.setdefault(SCONTROL_KEYS.get(first, first), rest.rstrip())
             continue
         # "JobId=7 JobName=my job": a value ends where the next word with a sign begins.
-        for name, value in re.findall(r"(?:^|\s)([A-Za-z/:]+)=(.*?)(?=\s+[A-Za-z/:]+=|$)", line):
-            if name in SCONTROL_KEYS:
-                values.setdefault(SCONTROL_KEYS[name], value)
+        keys = list(re.finditer(r"(?:^|\s)([A-Za-z/:]+)=", line))
+        ends = [key.start() for key in keys[1:]] + [len(line)]
+        for key, end in zip(keys, ends, strict=True):
+            if key[1] in SCONTROL_KEYS:
+                values.setdefault(SCONTROL_KEYS[key[1]], line[key.end() : end].rstrip())
     values["user"] = values.get("user", "").partition("(")[0]
     return _parse_job(values)
 
