@@ -269,7 +269,6 @@ def list_cases() -> Iterator[SharedCase]:
         yield SharedCase(name=f"ddp-{procs}", procs=procs, pins="strategy=ddp")
         yield SharedCase(name=f"fsdp-{procs}", procs=procs, pins="strategy=fsdp")
         yield SharedCase(name=f"pipeline-{procs}", procs=procs, pins=f"pp={procs}")
-    yield SharedCase(name="hsdp-4", procs=4, pins="strategy=hsdp,dp_shard=2")
     yield SharedCase(name="towers-1", job="Towers", procs=1)
     yield SharedCase(name="branch-2", job="Towers", pins="strategy=branch")
     yield SharedCase(name="hybrid-4", job="Towers", procs=4, pins="strategy=hybrid")
@@ -279,6 +278,8 @@ def list_cases() -> Iterator[SharedCase]:
     yield SharedCase(name="experts-1", job="Experts", procs=1)
     yield SharedCase(name="ep-2", job="Experts", pins="ep=2")
     yield SharedCase(name="sharded-pipeline-4", procs=4, pins="pp=2,dp_shard=2")
+    # hsdp copies across nodes, so that on one node only the stages of a pipeline are sharded and copied.
+    yield SharedCase(name="hsdp-pipeline-8", procs=8, pins="pp=2,dp_replicate=2,dp_shard=2")
     faults = {
         "oom": {"kind": "out-of-memory", "step": 3, "rank": 1, "point": "backward"},
         "kill": {"kind": "kill", "step": 4, "rank": 1},

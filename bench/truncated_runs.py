@@ -4,7 +4,7 @@
     python bench/truncated_runs.py --cuts 40     fewer
 
 It trains a small job first. `report`, `watch`, `doctor` and `jobs` read each cut folder; `train` resumes in
-it for three cuts of each file. A reader may refuse a folder with an error of trimtab; all else is a traceback.
+it for three cuts of each file. A reader may refuse a folder with an error of trimtab; all else is a bug.
 """
 
 from __future__ import annotations
