@@ -217,7 +217,7 @@ def _change_number(data: bytes, _: list[bytes], random: Random) -> bytes:
 
 def _change_word(data: bytes, others: list[bytes], random: Random) -> bytes:
     words = list(re.finditer(rb"[A-Za-z_]+", data))
-    new = re.findall(rb"[A-Za-z_]+", random.choice(others))
+    new: list[bytes] = re.findall(rb"[A-Za-z_]+", random.choice(others))
     if not words or not new:
         return data
     word = random.choice(words)

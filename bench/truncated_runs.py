@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError
 
@@ -64,7 +64,7 @@ def make_run(home: Path, steps: int = 4) -> Path:
     return home / "run"
 
 
-def continue_run(home: Path, folder: Path, steps: int, **options: object) -> None:
+def continue_run(home: Path, folder: Path, steps: int, **options: Any) -> None:
     """Train to a number of steps, from where the folder is."""
     import trimtab
 
@@ -177,11 +177,13 @@ def read_cuts(run: Path, target: Path, most: int) -> tuple[Counter[str], dict[st
     return counts, failures
 
 
-def resume_cuts(home: Path, run: Path, target: Path) -> tuple[Counter[str], dict[str, str]]:
-    """Resume training in a folder with a cut file, for three cuts of each file."""
+def resume_cuts(
+    home: Path, run: Path, target: Path, names: Iterable[str] = ()
+) -> tuple[Counter[str], dict[str, str]]:
+    """Resume training in a folder with a cut file, for three cuts of each file, or of those named."""
     counts: Counter[str] = Counter()
     failures: dict[str, str] = {}
-    for name in list_files(run):
+    for name in names or list_files(run):
         size = (run / name).stat().st_size
         for length in sorted({0, size // 2, max(0, size - 1)}):
             cut_copy(run, target, name, length)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from typing import TYPE_CHECKING
 
 import pytest
 from bench.fuzz import READERS, run_inputs
+from rich.console import Console
 
 from run_samples import plan as sample_plan
 from trimtab.configs.apply import Aim, find_layout
@@ -21,6 +23,7 @@ from trimtab.files import read_json_lines
 from trimtab.jobs.model_sizes import ModelSizes, read_job_sizes
 from trimtab.launching.jobs import read_progress, read_scontrol
 from trimtab.planner.plan_files import is_plan_file, read_checked_plan
+from trimtab.render import render_plan
 from trimtab.spec import Attempt, Plan
 
 if TYPE_CHECKING:
@@ -135,7 +138,38 @@ def test_a_long_line_of_a_shell_script_takes_linear_time(tmp_path: Path) -> None
 
 
 def test_a_line_of_scontrol_without_a_sign_takes_linear_time() -> None:
-    assert read_scontrol("JobId=7 JobName=" + "a " * 200_000 + "\n" + "a" * 200_000) is not None
+    text = "JobId=7 JobName=" + "a " * 200_000 + "\n" + "a" * 200_000 + "\nJobState=RUNNING Reason=None\n"
+    job = read_scontrol(text)
+    assert job is not None
+    assert job.state == "RUNNING"
+
+
+def test_deeply_nested_toml_and_keys_with_one_quote_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    for text in ("a." * 5000 + "a = 1\n", "a = " + "[" * 5000, '"a\\" = 1\n"b = 2\n'):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(BrokenFile):
+            read_config(file).entries()
+
+
+def test_a_pickle_that_numbers_more_objects_than_it_has_bytes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "snapshot.pickle"
+    file.write_bytes(b"\x80\x04]r\xff\xff\xff\x0f.")
+    assert "more objects than it can have" in diagnose_logs([str(file)]).notes[0]
+
+
+def test_a_plan_whose_parts_are_larger_than_its_memory_is_drawn() -> None:
+    whole = sample_plan().to_builtins()
+    parts = whole["estimate"]["parts"] | {"weights": 10**17}
+    plan = Plan.from_json(json.dumps(whole | {"estimate": whole["estimate"] | {"parts": parts}}))
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render_plan(plan))
+    compared = [row | {"setting": None, "estimate": None, "why": ""} for row in whole["comparison"]]
+    Console(file=io.StringIO(), width=80).print(
+        render_plan(Plan.from_json(json.dumps(whole | {"comparison": compared})))
+    )
+    with pytest.raises(BrokenFile, match="epoch_s"):
+        Plan.from_json(json.dumps(whole | {"comparison": [whole["comparison"][0] | {"epoch_s": -1.0}]}))
 
 
 def test_an_error_does_not_repeat_a_megabyte_of_input() -> None:

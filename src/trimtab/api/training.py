@@ -141,7 +141,6 @@ def _plan_to_train(
     processes there will be, if that is settled, and `per_node` how many of them a launcher has started on
     this node.
     """
-    import os
     from pathlib import Path
 
     from trimtab.errors import WrongUse
@@ -185,12 +184,8 @@ def _plan_to_train(
                 cure=f"Leave --procs out, or plan again with --pin gpus={ranks}.",
             )
         return found
-    if os.environ.get(SHARE_VARIABLE) == "1" and here.devices and (ranks or 1) > len(here.devices):
-        request.say(
-            f"{SHARE_VARIABLE}=1: {ranks} processes share {plural(len(here.devices), 'GPU')} through gloo. This "
-            "is a rehearsal: it is slower than one process, and its memory and time are not planned."
-        )
-        return build_cpu_plan(name, describe_job(job, name), ranks or 1, policy.pins, overrides)
+    if _is_shared(here, ranks):
+        return _plan_shared(question, request, ranks or 1, policy.pins)
     if not here.devices:
         return build_cpu_plan(name, describe_job(job, name), ranks or 1, policy.pins, overrides)
     nodes = 1 if per_node is None or ranks is None else max(1, ranks // per_node)
@@ -203,6 +198,44 @@ def _plan_to_train(
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
     return plan(name, repeat_node(here, nodes), pins=fixed, options=overrides, say=request.say)
+
+
+def _is_shared(here: Cluster, ranks: int | None) -> bool:
+    """Return whether several ranks will share a GPU, because the user has allowed it."""
+    import os
+
+    from trimtab.training.process_group import SHARE_VARIABLE
+
+    return os.environ.get(SHARE_VARIABLE) == "1" and 0 < len(here.devices) < (ranks or 1)
+
+
+def _plan_shared(
+    question: tuple[str, Any, dict[str, Any], Cluster],
+    request: TrainRequest,
+    ranks: int,
+    pins: dict[str, str | int | bool],
+) -> Plan:
+    """Return a plain plan for ranks that share a GPU; raise for what gloo cannot do on a GPU."""
+    from trimtab.errors import WrongUse
+    from trimtab.trace.job_summary import describe_job
+    from trimtab.training.process_group import SHARE_VARIABLE
+    from trimtab.training.task import build_cpu_plan
+    from trimtab.units import plural
+
+    name, job, overrides, here = question
+    shared = build_cpu_plan(name, describe_job(job, name), ranks, pins, overrides)
+    if shared.choice.mesh.pp > 1:
+        raise WrongUse(
+            f"{SHARE_VARIABLE}=1 with pp={shared.choice.mesh.pp}",
+            found="stages send each other tensors, and gloo sends from host memory only; NCCL refuses two "
+            "processes on a GPU",
+            cure="Use ddp, fsdp, branch or tp here, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= .",
+        )
+    request.say(
+        f"{SHARE_VARIABLE}=1: {ranks} processes share {plural(len(here.devices), 'GPU')} through gloo. It is "
+        "a rehearsal: slower than one process, and its memory and time are not planned."
+    )
+    return shared
 
 
 def _stages_of(

@@ -481,7 +481,7 @@ def make_expert_group(setting: Setting, device: str) -> ExpertGroup:
     if mesh.dp_replicate > 1:
         axes = {"dp_replicate": mesh.dp_replicate, **axes}
     with _disable_current_modes():
-        every = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        every = init_device_mesh(torch.device(device).type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         return ExpertGroup(every["ep"], every[tuple(axes)[:-1]], imbalance=setting.expert_imbalance)
 
 

@@ -213,7 +213,7 @@ def read_scontrol(text: str) -> QueuedJob | None:
         # "JobId=7 JobName=my job": a value ends where the next word with a sign begins.
         keys = list(re.finditer(r"(?:^|\s)([A-Za-z/:]+)=", line))
         ends = [key.start() for key in keys[1:]] + [len(line)]
-        for key, end in zip(keys, ends, strict=True):
+        for key, end in zip(keys, ends, strict=False):
             if key[1] in SCONTROL_KEYS:
                 values.setdefault(SCONTROL_KEYS[key[1]], line[key.end() : end].rstrip())
     values["user"] = values.get("user", "").partition("(")[0]

@@ -171,12 +171,20 @@ def check_minimum(minimum: float, **values: float | None) -> list[str]:
     ['micro_batch is 0, and must be at least 1']
     """
     return [
-        f"{name} must be below {LARGEST:g}"
+        f"{name} is {_format_large(value)}, and must be below {LARGEST:g}"
         if value >= LARGEST
         else f"{name} is {value}, and must be at least {minimum}"
         for name, value in values.items()
         if value is not None and not minimum <= value < LARGEST
     ]
+
+
+def _format_large(value: float) -> str:
+    """Return a number for a message; an integer beyond all floats only as such."""
+    try:
+        return f"{value:g}"
+    except OverflowError:
+        return "a number of hundreds of digits"
 
 
 def check_sources(sources: dict[str, str], fields: tuple[str, ...]) -> list[str]:
