@@ -80,7 +80,7 @@ def measure(page: str) -> Prose:
 
 def pages() -> list[Path]:
     """Return the pages of the documentation."""
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ from trimtab.training.oom_recovery import (
     revert_if_slower,
     shrink_micro_batch,
 )
-from trimtab.training.optimizer_step import GROW_AFTER_UPDATES, LossScale, allocator_variables, initial_scale
+from trimtab.training.optimizer_step import GROW_AFTER_UPDATES, LossScale, initial_scale
+from trimtab.training.torchrun import allocator_variables
 
 GIB = 2**30
 

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import doctest
 import os
+import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import yaml
 
 import machines as m
 from trimtab.catalog import tables, torch_release
@@ -15,6 +16,7 @@ from trimtab.errors import EnvironmentFault
 from trimtab.probe import versions
 from trimtab.probe.detect import detect
 from trimtab.probe.machine import replay_machine
+from trimtab.version import VERSION
 
 
 def whats(record: dict[str, object]) -> list[str]:
@@ -169,10 +171,12 @@ def test_a_torch_that_is_not_supported_is_refused_by_name_before_a_job_runs(
     assert "the job was run" not in done.stderr
 
 
-def test_a_missing_torch_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(torch_release, "version", absent)
-    with pytest.raises(EnvironmentFault, match="not installed"):
-        torch_release.require_supported_torch()
+def test_the_changelog_and_the_citation_have_this_version() -> None:
+    root = Path(__file__).parent.parent
+    changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(VERSION)} \(\d{{4}}-\d\d-\d\d\)", headings[1])
+    citation = yaml.safe_load((root / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == VERSION
+    assert f"({citation['date-released']})" in headings[1]

@@ -1071,7 +1071,23 @@ def render_calibration(calibration: Calibration, file: Path) -> RenderableType:
         )
     title = Text(f"{calibration.device}: {len(calibration.works)} operations measured", style="bold")
     left = [Text(f" left out: {text}", style="dim") for text in calibration.left_out]
-    return Group(title, table, *left, Text(f" kept in {file}"))
+    kept = f" kept in {file}\n to share it, send that file: `trimtab calibrate --import FILE` takes it"
+    return Group(title, table, *left, Text(kept))
+
+
+def render_calibrations(stored: list[dict[str, Any]]) -> RenderableType:
+    """Return the stored calibrations by name: device, size, whose they are and whether they are used."""
+    if not stored:
+        return Text("no calibration is stored; the H200's comes with trimtab, and other GPUs follow from it")
+    lines: list[RenderableType] = []
+    for entry in stored:
+        lines.append(Text(entry["name"], style="bold"))
+        if entry["device"] is not None:
+            count = f"{entry['operations']} operations, {entry['collectives']} collectives"
+            lines.append(Text(f"  {entry['device']}: {count}, taken on {entry['taken_on']}"))
+            lines.append(Text(f"  from {entry['from']}"))
+        lines.append(Text(f"  {entry['use']}", style="dim"))
+    return Group(*lines)
 
 
 def render_links(calibration: Calibration, file: Path) -> RenderableType:

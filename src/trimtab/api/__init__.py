@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from trimtab.api.applying import applied, apply, config_places, propose, revert, show, turn_knobs, write_plan
+from trimtab.api.calibrating import (
+    describe_calibration,
+    import_calibration,
+    list_calibrations,
+    remove_calibration,
+)
 from trimtab.api.detecting import (
     FUNCTIONS,
     VERBS,
@@ -52,6 +58,7 @@ __all__ = [
     "cancel",
     "cluster",
     "config_places",
+    "describe_calibration",
     "describe_study",
     "detect",
     "doctor",
@@ -63,9 +70,11 @@ __all__ = [
     "find_jobs",
     "first_device",
     "gpu_here",
+    "import_calibration",
     "is_known",
     "launch",
     "layouts",
+    "list_calibrations",
     "list_jobs",
     "load",
     "look_at_all",
@@ -84,6 +93,7 @@ __all__ = [
     "profile",
     "propose",
     "read_plan",
+    "remove_calibration",
     "report",
     "requested_setting",
     "revert",

@@ -534,14 +534,19 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
     return {"predicted": guess, "measured": truth, "error": error, "run": found.to_builtins()}
 
 
-def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
-    """Measure the GPU of this machine; return the calibration and the file that stores it."""
+def calibrate(*, budget_s: float | None = None, owner: str = "") -> tuple[Calibration, Path]:
+    """Measure the GPU of this machine; return the calibration and the file that stores it.
+
+    `owner` is written into the file, for those you share it with.
+    """
     from trimtab.calibration.measure import BUDGET_S, calibrate_in_child
+    from trimtab.catalog.torch_release import require_supported_torch
     from trimtab.predict.calibration import read_own_calibration, write_own_calibration
 
+    require_supported_torch()
     device = gpu_here("calibrate")
-    found = calibrate_in_child(device.kind, budget_s=budget_s or BUDGET_S)
-    earlier = read_own_calibration(device)
+    found = calibrate_in_child(device.kind, budget_s=budget_s or BUDGET_S).replace(owner=owner)
+    earlier = read_own_calibration(device, imported=False)
     if earlier is not None:
         found = found.replace(collectives=earlier.collectives)
     return found, write_own_calibration(found)
@@ -561,9 +566,11 @@ def calibrate_links(*, procs: int | None = None) -> tuple[Calibration, Path | No
     from datetime import UTC, datetime
 
     from trimtab.calibration import links
+    from trimtab.catalog.torch_release import require_supported_torch
     from trimtab.predict.calibration import read_own_calibration, write_own_calibration
     from trimtab.spec import Calibration
 
+    require_supported_torch()
     devices = detect().devices
     backend = "nccl" if devices else "gloo"
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
@@ -572,7 +579,7 @@ def calibrate_links(*, procs: int | None = None) -> tuple[Calibration, Path | No
         if launched
         else links.measure_local_links(count_link_ends(len(devices), procs), backend)
     )
-    earlier = read_own_calibration(devices[0]) if devices else None
+    earlier = read_own_calibration(devices[0], imported=False) if devices else None
     found = (earlier or Calibration(device=devices[0].kind if devices else CPU)).replace(
         collectives=tuple(measured), taken_on=datetime.now(UTC).date().isoformat()
     )

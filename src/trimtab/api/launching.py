@@ -84,16 +84,19 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
     site, silence = submit.read_slurm_cluster() if kind is LaunchKind.SLURM else (None, "")
     if request.command:
         plans: list[tuple[Plan, str | None]] = [(_plan_command(request), None)]
+        unchecked = ""
     else:
-        plans = _plans_to_launch(request, compare)
+        plans, unchecked = _plans_to_launch(request, compare)
     fault = _fault(plans[0][0], kind, cache=request.cache)
     cores = detect().cpu_cores if kind is LaunchKind.TORCHRUN else None
-    return tuple(
+    launches = (
         launch_request.build_launch(
             order, plan, file, site_defaults, site=site, silence=silence, cores=cores, here=os.environ
-        ).replace(fault=fault)
+        )
         for plan, file in plans
     )
+    notes = (unchecked,) if unchecked else ()
+    return tuple(launch.replace(fault=fault, notes=(*launch.notes, *notes)) for launch in launches)
 
 
 def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
@@ -115,8 +118,13 @@ def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
     return "" if fault is None else f"{fault.given}: {fault.found}. {fault.cure}"
 
 
-def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tuple[Plan, str | None]]:
-    """Return the plans to launch, each with its file if it has one: one plan, or one for each of `counts`."""
+def _plans_to_launch(
+    request: LaunchRequest, counts: tuple[int, ...]
+) -> tuple[list[tuple[Plan, str | None]], str]:
+    """Return the plans to launch, and a note on what could not be checked.
+
+    There is one plan, or one for each of `counts`. Each comes with its file if it has one.
+    """
     from pathlib import Path
 
     from trimtab.errors import WrongUse
@@ -130,10 +138,11 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
     plan_or_job, procs, options = request.plan_or_job, request.procs, request.options or {}
     nodes = _most_nodes(request.nodes)
     fixed = make_policy(0.9, None, "speed", None, request.pins).pins
-    file, found = None, plan_or_job if isinstance(plan_or_job, Plan) else None
+    file, unchecked = None, ""
+    found = plan_or_job if isinstance(plan_or_job, Plan) else None
     if isinstance(plan_or_job, str | Path) and _is_plan_file(str(plan_or_job)):
         file = str(plan_or_job)
-        found, _ = plan_from(file)
+        found, unchecked = plan_from(file)
     if found is not None:
         if fixed or options or request.on is not None or request.network is not None or procs is not None:
             raise WrongUse(
@@ -149,7 +158,7 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
             )
         where: Any = rebuild_cluster(found)
         if not counts:
-            return [(found, file)]
+            return [(found, file)], unchecked
         name, overrides = found.job, found.options
     else:
         name, changed = find_job_name(plan_or_job)
@@ -162,15 +171,14 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
                 cure="Say for which devices: --on 4xA100-40GB.",
             )
         loaded = load(name, **overrides)
-        return [
-            (build_cpu_plan(name, describe_job(loaded, name), (procs or 1) * nodes, fixed, overrides), None)
-        ]
+        count = (procs or 1) * nodes
+        return [(build_cpu_plan(name, describe_job(loaded, name), count, fixed, overrides), None)], ""
     if procs is not None:
         fixed = fixed | {"gpus": procs * nodes}
     return [
         (plan(name, where, pins=pins, options=overrides, cache=request.cache, say=request.say), None)
         for pins in [fixed | {"gpus": count} for count in counts] or [fixed]
-    ]
+    ], unchecked
 
 
 def _plan_command(request: LaunchRequest) -> Plan:

@@ -64,10 +64,10 @@ def plan_study(request: LayoutsRequest, study: LayoutStudy) -> Plan:
     """Return the layout in a row of a study as a plan."""
     from pathlib import Path
 
+    from trimtab.jobs.decoder_shape import describe_decoder_job
     from trimtab.planner.layout_plans import make_layout_plan
     from trimtab.planner.plan_files import collect_fingerprints, read_versions
     from trimtab.spec import Policy
-    from trimtab.trace.job_summary import summarize_job
 
     rows = study.search.best_by_mesh()
     if request.row > len(rows):
@@ -76,8 +76,9 @@ def plan_study(request: LayoutsRequest, study: LayoutStudy) -> Plan:
             found=f"there are {plural(len(rows), 'layout')} with different degrees",
             cure=f"Give a number from 1 to {len(rows)}.",
         )
-    workload = summarize_job(request.job, {"seq": study.model.sequence})
-    workload = workload.replace(global_batch=study.model.global_batch)
+    workload = describe_decoder_job(
+        request.job, sequence=study.model.sequence, global_batch=study.model.global_batch
+    )
     policy = Policy(pins=dict(study.model.pins))
     made = make_layout_plan(study, rows[request.row - 1], job=request.job, workload=workload, policy=policy)
     assumed = collect_fingerprints(request.job, workload, made.places, read_versions())

@@ -37,6 +37,9 @@ def prepare_training(request: TrainRequest) -> tuple[TrainTask, TorchrunOptions 
     import os
     from pathlib import Path
 
+    from trimtab.catalog.torch_release import require_supported_torch
+
+    require_supported_torch()
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import find_job_name
     from trimtab.jobs.load import load_job as find
@@ -311,6 +314,9 @@ def train_stages(request: TrainStagesRequest) -> RunEnding:
     import os
     from pathlib import Path
 
+    from trimtab.catalog.torch_release import require_supported_torch
+
+    require_supported_torch()
     from trimtab.errors import WrongUse
     from trimtab.training import stages as stages_module
     from trimtab.training import task

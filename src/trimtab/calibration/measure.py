@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from trimtab.errors import EnvironmentFault
 from trimtab.spec import Calibration, Noun
 from trimtab.trace.server import SendAnswer, ask, serve
+from trimtab.version import VERSION
 
-BUDGET_S = 50.0
+BUDGET_S = 60.0
 """For the programs; start-up and host measurements take extra time."""
 TIMEOUT_S = 600
 
@@ -22,11 +23,13 @@ class CalibrationRequest(Noun, frozen=True, kw_only=True):
     device: str = ""
     """The catalogue's name of the GPU, for the result."""
     budget_s: float = BUDGET_S
+    only: str = ""
+    """Text in the names of the programs to run; empty: all."""
 
 
-def calibrate_in_child(device: str, *, budget_s: float = BUDGET_S) -> Calibration:
-    """Calibrate in a child process and return the result."""
-    request = CalibrationRequest(device=device, budget_s=budget_s)
+def calibrate_in_child(device: str, *, budget_s: float = BUDGET_S, only: str = "") -> Calibration:
+    """Calibrate in a child process and return the result; `only` selects programs by their names."""
+    request = CalibrationRequest(device=device, budget_s=budget_s, only=only)
     answer = ask("trimtab.calibration.measure", request, {}, timeout_s=TIMEOUT_S, show=True)
     return Calibration.from_builtins(answer["calibration"])
 
@@ -51,6 +54,8 @@ def calibrate_here(request: CalibrationRequest) -> Calibration:
     copies = measure_copy_rates()
     stopwatch = Stopwatch(until=begin + request.budget_s)
     for program in list_programs():
+        if request.only not in program.name:
+            continue
         if time.monotonic() > begin + request.budget_s:
             left_out.append(f"{program.name}: no time")
             continue
@@ -71,7 +76,7 @@ def calibrate_here(request: CalibrationRequest) -> Calibration:
         print(f"\r{'':70}\r", end="", file=sys.stderr)  # noqa: T201
     return Calibration(
         device=request.device or torch.cuda.get_device_name(),
-        versions={"torch": str(torch.__version__), "cuda": str(torch.version.cuda)},
+        versions={"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "trimtab": VERSION},
         taken_on=datetime.now(UTC).date().isoformat(),
         works=tuple(stopwatch.times),
         seconds=tuple(stopwatch.times.values()),

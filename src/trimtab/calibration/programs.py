@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trimtab.engine.build import use_build_defaults
 from trimtab.engine.precision import set_tf32_flags, torch_dtype
@@ -146,6 +147,45 @@ def _language(  # noqa: PLR0913, PLR0917 - the sizes of a transformer
     need += (batch * heads * steps * steps * 24) * spelt_out + 8 * width * (vocabulary * 2 + 3 * inner)
     style = "gated " if gated else "spelt out " if spelt_out else ""
     return CalibrationProgram(f"{style}transformer {width} wide, {batch} x {steps}, {kind}", need, run)
+
+
+def _attention(
+    length: int, heads: int, size: int, *, causal: bool = True, flash: bool = False
+) -> CalibrationProgram:
+    """Fused attention over long sequences, with the kernel that torch chooses, or with flash attention.
+
+    Kernels get nearer to the peak with the number of tokens: those of a transformer block of 2,048 tokens say
+    too little about 32,768. Flash attention is timed by itself because other packages call it directly.
+    """
+
+    def run() -> None:
+        query, key, value = (
+            torch.randn(1, heads, length, size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            for _ in range(3)
+        )
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else contextlib.nullcontext():
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        mixed.backward(torch.randn_like(mixed))
+
+    style = f"{'flash ' * flash}attention{'' if causal else ' both ways'}"
+    return CalibrationProgram(f"{style}, {length} x {heads} x {size}", heads * length * size * 40, run)
+
+
+def _list_attention() -> list[CalibrationProgram]:
+    """Return the programs of attention: 8,192 to 131,072 tokens, and for flash attention also fewer.
+
+    Fewer heads for more tokens: the programs take 1 s on an H200 and 10 s on a GPU that is ten times slower.
+    """
+    sizes = (128, 64)
+    longest = [_attention(131_072, 2, size) for size in sizes]
+    plain = [_attention(length, heads, size) for length, heads in ((8192, 32), (32768, 8)) for size in sizes]
+    both_ways = [_attention(length, heads, 128, causal=False) for length, heads in ((4096, 24), (32768, 4))]
+    flash = [
+        _attention(length, heads, size, flash=True)
+        for length, heads in ((512, 128), (2048, 64), (8192, 32), (32768, 8))
+        for size in sizes
+    ]
+    return [*plain, *both_ways, *flash, *longest]
 
 
 def _set_layout(layer: Any, layout: torch.memory_format) -> Any:
@@ -338,6 +378,7 @@ def list_programs() -> list[CalibrationProgram]:
         _stem("bf16", 128, 224, last=True),
         _recurrent("bf16", nn.LSTM, 64, 128, 1024),
         _tables("fp32", 16384),
+        *_list_attention(),
     ]
     for kind in ("bf16", "bf16-true", "fp16", "tf32", "fp32"):
         programs += [

@@ -23,6 +23,8 @@ short kernels would be timed at the host's speed."""
 AIM_S = 1.5e-3
 """Each operation is repeated for about this many seconds."""
 MOST_REPEATS = 40
+LONG_S = 20e-3
+"""Operations that take longer are timed only twice."""
 UNTIMED = {"wait", "view", "call", "collective", "transfer"}
 
 
@@ -60,6 +62,8 @@ def _is_repeatable(func: Any, args: tuple[Any, ...]) -> bool:
 
 def _time_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     once = _time_repeats(func, args, kwargs, 2)
+    if once > LONG_S:
+        return once
     repeats = max(3, min(MOST_REPEATS, round(AIM_S / max(once, 1e-7))))
     return min(_time_repeats(func, args, kwargs, repeats), once)
 

@@ -115,10 +115,10 @@ def profile(request: ProfileRequest, *, json: Json = False) -> None:
         raise typer.Exit(3)
 
 
-def calibrate(
+def calibrate(  # noqa: PLR0913, PLR0917 - options
     budget: Annotated[
         float, typer.Option(metavar="SECONDS", help="Seconds that the measurements may take.")
-    ] = 50.0,
+    ] = 60.0,
     links: Annotated[
         bool,
         typer.Option("--links", help="Measure collectives between GPUs instead of operations."),
@@ -129,20 +129,53 @@ def calibrate(
             metavar="N", help="With --links: processes to start; default: one for each GPU of this machine."
         ),
     ] = None,
+    shared: Annotated[
+        Path | None,
+        typer.Option("--import", metavar="FILE", help="Check and store a calibration that someone shared."),
+    ] = None,
+    owner: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Your name in the file, or the owner's with --import.")
+    ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--list", help="Show the stored calibrations and whose they are.")
+    ] = False,
+    remove: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Remove a stored calibration, by its name in --list.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure the GPU of this machine once, for predictions of time.
 
-    Runs the operations of common models over sizes and precisions, in under a minute. With --links, measures
+    Runs the operations of common models over sizes and precisions, in about a minute. With --links, measures
     all-reduce, all-gather, reduce-scatter, all-to-all and send between the GPUs of this machine, or between
-    all processes that torchrun or srun started it in.
+    all processes that torchrun or srun started it in. The file that it writes can be shared: --import takes
+    such a file, and predictions for its GPU use it.
     """
+    ways = {
+        "--links": links,
+        "--import": shared is not None,
+        "--list": show_all,
+        "--remove": remove is not None,
+    }
+    chosen = [name for name, given in ways.items() if given]
+    if len(chosen) > 1:
+        raise WrongUse(" ".join(chosen), found="each is a command of its own", cure="Give one of them.")
     if procs is not None and not links:
         raise WrongUse(f"--procs {procs}", found="only --links starts processes", cure="Add --links.")
     if links:
         _calibrate_links(procs, json=json)
         return
-    calibration, file = api.calibrate(budget_s=budget)
+    if shared is not None:
+        _import_calibration(shared, owner or "", json=json)
+        return
+    if show_all:
+        _list_calibrations(json=json)
+        return
+    if remove is not None:
+        file = api.remove_calibration(remove)
+        print_json({"removed": str(file)}) if json else print_text(f"removed {file}")
+        return
+    calibration, file = api.calibrate(budget_s=budget, owner=owner or "")
     if json:
         curves = [
             {**work.to_builtins(), "seconds": seconds}
@@ -176,3 +209,27 @@ def _calibrate_links(procs: int | None, *, json: bool) -> None:
         from trimtab import render
 
         print_text(render.render_links(calibration, file))
+
+
+def _import_calibration(shared: Path, owner: str, *, json: bool) -> None:
+    """Store someone's calibration, and print what it is used for."""
+    calibration, file = api.import_calibration(shared, owner=owner)
+    described = api.describe_calibration(file, calibration)
+    if json:
+        print_json({**described, "file": str(file)})
+        return
+    from trimtab import render
+
+    print_text(render.render_calibrations([described]))
+    print_text(f"  kept in {file}\n  `trimtab calibrate --remove {file.stem}` removes it")
+
+
+def _list_calibrations(*, json: bool) -> None:
+    """Print the stored calibrations."""
+    stored = [api.describe_calibration(file, calibration) for file, calibration in api.list_calibrations()]
+    if json:
+        print_json({"calibrations": stored})
+        return
+    from trimtab import render
+
+    print_text(render.render_calibrations(stored))

@@ -118,8 +118,8 @@ def main_code() -> int:
         if error.errno in UNDELIVERED and error.filename is None:
             return _undelivered(error)
         return _our_bug()
-    except Exception:  # noqa: BLE001 - the last door: whatever comes here is our bug
-        return _our_bug()
+    except Exception as error:  # noqa: BLE001 - the last door: whatever comes here is our bug
+        return _missing_torch() if getattr(error, "name", "") == "torch" else _our_bug()
 
 
 def _answered() -> int:
@@ -180,6 +180,17 @@ def _undelivered(error: OSError) -> int:
 
         print_text(render.render_error(fault), errors=True)
     return fault.exit_code
+
+
+def _missing_torch() -> int:
+    """Report that a command needs torch, and what is wrong with it here."""
+    from trimtab.catalog.torch_release import require_supported_torch
+
+    try:
+        require_supported_torch()
+    except TrimtabError as error:
+        return _failed(error)
+    return _our_bug()
 
 
 def _our_bug() -> int:

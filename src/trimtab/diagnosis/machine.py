@@ -367,7 +367,8 @@ def _check_torch(world: Machine, cluster: Cluster) -> Iterator[Finding]:
             what="torch is not installed for this Python.",
             evidence=f"{world.host('executable')}, Python {world.host('python')}: no package torch",
             cause="Another environment is active than the one that training uses, or none.",
-            cure="Activate it, and run trimtab from there.",
+            cure="Activate it, and run trimtab from there. Reading plans, logs and runs, and launching a "
+            "plan, need no torch.",
         )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.catalog.clusters import parse_cluster
 from trimtab.catalog.devices import find_reported_device
+from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.jobs.registry import BUILT_IN
 from trimtab.predict.estimate import estimate_trace
@@ -90,6 +91,7 @@ def run_exam(
     done: Callable[[CaseResult], None] = lambda _: None,
 ) -> ExamResult:
     """Predict the cases and return the results; `done` is called with each as it is ready."""
+    require_supported_torch()
     chosen = read_cases(only, own)
 
     def run_case(case: Case) -> CaseResult:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
 from trimtab.jobs.model_sizes import POSITIONS, read_model_sizes
-from trimtab.jobs.registry import FOLDER
-from trimtab.spec import DecoderShape
+from trimtab.jobs.registry import FOLDER, FOLDER_SAMPLES
+from trimtab.spec import BatchLoss, DecoderShape, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +52,18 @@ def read_decoder_shape(job: str) -> tuple[DecoderShape, int | None]:
     if not isinstance(config, dict):
         raise WrongUse(job, found=f"{path} holds no object", cure="Give the config.json of a model.")
     return make_decoder_shape(config, str(path)), _find_longest(config)
+
+
+def describe_decoder_job(job: str, *, sequence: int, global_batch: int) -> Workload:
+    """Return the workload of a job hf:FOLDER that trains on blocks of `sequence` tokens."""
+    return Workload(
+        name=Path(job.removeprefix(FOLDER)).resolve().name,
+        global_batch=global_batch,
+        samples=FOLDER_SAMPLES,
+        seq=sequence,
+        batch_loss=BatchLoss(additive=True, stated=True, why="the job says additive = True"),
+        sample_length=sequence,
+    )
 
 
 def make_decoder_shape(config: Mapping[str, Any], name: str) -> DecoderShape:

@@ -26,6 +26,7 @@ from trimtab.jobs.pretrained import (
     load_pretrained,
     run_experts_in_autocast,
 )
+from trimtab.jobs.registry import FOLDER_SAMPLES
 from trimtab.jobs.stored_base import find_stored_base, read_base_format
 from trimtab.jobs.synthetic import CPU, Synthetic, draw_integer
 from trimtab.jobs.text.blocks import TokenBlocks, describe_text, lay_out_blocks
@@ -106,7 +107,7 @@ class HuggingFace(Job):
     name = "hf"
     additive = True
     global_batch = 64
-    samples: int | None = 10_000
+    samples: int | None = FOLDER_SAMPLES
     folder = ""
     seq: int | None = None
     """Tokens per sample."""

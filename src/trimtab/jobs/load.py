@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, WrongUse, find_nearest
 from trimtab.jobs.job import Job, has_embeddings
 from trimtab.jobs.optimizers import has_optimizers
@@ -29,6 +30,7 @@ _FORMS = (
 
 def load_job(name: str, given: dict[str, Any] | None = None) -> Any:
     """Return the job of that name with options set; raise a TrimtabError if it cannot be loaded."""
+    require_supported_torch()
     return set_options(_find_job(name), given or {})
 
 

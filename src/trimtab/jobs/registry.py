@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 FOLDER = "hf:"
 """Prefix of a job that is a Hugging Face folder."""
+FOLDER_SAMPLES = 10_000
+"""Samples per epoch of such a job, unless it says otherwise."""
 
 
 class JobFlag(NamedTuple):

@@ -12,7 +12,7 @@ from trimtab.launching.quoting import check_path
 from trimtab.launching.resources import Resources
 from trimtab.spec import Allocator, Plan
 from trimtab.spec.base import Noun
-from trimtab.training.optimizer_step import allocator_variables
+from trimtab.training.torchrun import allocator_variables
 from trimtab.units import plural
 
 if TYPE_CHECKING:

@@ -157,6 +157,16 @@ class TraceEstimator:
     """Layouts of only one of their devices."""
     stripped: dict[Layout, Device] = field(default_factory=dict)
     """Devices without the fields that no trace depends on."""
+    device_keys: dict[int, tuple[Device, str]] = field(default_factory=dict)
+    """Fingerprints of devices, by the identity of the device."""
+    estimate_keys: dict[tuple[Setting, Layout, int], str] = field(default_factory=dict)
+    """Keys of estimates; the last part is the size of `direct`, which only grows."""
+    parts: dict[tuple[Setting, int], list[Setting]] = field(default_factory=dict)
+    """Settings to trace for a traced setting; the last part of a key is the size of `direct`."""
+    recomputed_shares: dict[tuple[Setting, Layout], float] = field(default_factory=dict)
+    """Share of blocks that a setting recomputes."""
+    unknown_shares: dict[tuple[Setting, Layout], int] = field(default_factory=dict)
+    """Settings whose share does not follow from this many traces."""
     unknown: dict[tuple[Setting, Layout], int] = field(default_factory=dict)
     """Settings whose time does not follow from this many traces."""
 
@@ -199,6 +209,8 @@ class TraceEstimator:
             block_counts={},
             needs={},
             unknown={},
+            recomputed_shares={},
+            unknown_shares={},
         )
 
     def prepare(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
@@ -307,8 +319,7 @@ class TraceEstimator:
                 return None
             self.derived[key] = mix if isinstance(mix, TrimtabError) else mix.mix(setting.recompute.way)
         if key not in self.derived:
-            needed = strategy_of(traced).trace_parts(traced, self.direct)
-            parts = [self.traces.get(self._trace_key(part, device)) for part in needed]
+            parts = [self.traces.get(self._trace_key(part, device)) for part in self._list_parts(traced)]
             wrong = next((part for part in parts if isinstance(part, TrimtabError)), None)
             traces = [part for part in parts if part is not None and not isinstance(part, TrimtabError)]
             if wrong is None and len(traces) < len(parts):
@@ -341,7 +352,21 @@ class TraceEstimator:
 
     def _recomputed_share(self, setting: Setting, layout: Layout) -> float | None:
         """Return the share of blocks that a setting recomputes; None if their number is not known yet."""
-        line = self._line_key(to_traced_setting(set_recompute(setting, Recompute.NONE)), layout.device)
+        share = self.recomputed_shares.get((setting, layout))
+        if share is not None or self.unknown_shares.get((setting, layout)) == len(self.traces):
+            return share
+        share = self._count_recomputed(setting, layout)
+        if share is None:
+            self.unknown_shares[setting, layout] = len(self.traces)
+        else:
+            self.recomputed_shares[setting, layout] = share
+        return share
+
+    def _count_recomputed(self, setting: Setting, layout: Layout) -> float | None:
+        # Blocks are as many at every micro-batch and number of shards.
+        device = self._strip(layout)
+        first, *_ = self._list_parts(to_traced_setting(set_recompute(setting, Recompute.NONE)))
+        line = self._line_key(first, device)
         if line not in self.block_counts:
             mix = self._match(setting, layout)
             if mix is None or isinstance(mix, TrimtabError):
@@ -432,10 +457,14 @@ class TraceEstimator:
         """Return the settings whose traces give this setting's trace."""
         traced = to_traced_setting(setting)
         ends = (Recompute.NONE, Recompute.FULL) if self._is_mixed(setting) else (setting.recompute,)
-        strategy = strategy_of(traced)
-        return [
-            part for end in ends for part in strategy.trace_parts(set_recompute(traced, end), self.direct)
-        ]
+        return [part for end in ends for part in self._list_parts(set_recompute(traced, end))]
+
+    def _list_parts(self, traced: Setting) -> list[Setting]:
+        """Return the settings whose traces give that of a traced setting."""
+        key = traced, len(self.direct)
+        if key not in self.parts:
+            self.parts[key] = strategy_of(traced).trace_parts(traced, self.direct)
+        return self.parts[key]
 
     def _line_key(self, setting: Setting, device: Device) -> str:
         return self._trace_key(trace_one_sample(setting), device)
@@ -451,14 +480,18 @@ class TraceEstimator:
         is_slower = Offload.ACTIVATIONS not in setting.offload
         none = set_recompute(setting, Recompute.NONE) if is_slower else setting
         without = known_time(none, layout) if none != setting else None
-        above = max(self._bound_by_larger(either, layout) for either in (setting, none))
+        above = self._bound_by_larger(setting, layout)
+        if none is not setting:
+            above = max(above, self._bound_by_larger(none, layout))
         strategy = strategy_of(setting)
         if not strategy.runs_whole_model:
             shared = strategy.least_step_s(setting, lambda: self._bound_alone(setting, layout, known_time))
             return max(without or 0.0, above if shared is None else STATIC_SLACK * shared)
         samples = setting.micro_batch * setting.accumulation
-        rates = [self.results.rates.get(_rate_key(either, layout.device), 0.0) for either in (setting, none)]
-        limit = self.results.limits.get(_peak_key(setting, layout.device), 0.0)
+        rates = [
+            self.results.rates.get(_rate_key(either, layout.device.kind), 0.0) for either in (setting, none)
+        ]
+        limit = self.results.limits.get(_peak_key(setting, layout.device.kind), 0.0)
         return max(without or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
 
     def _bound_alone(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
@@ -473,8 +506,10 @@ class TraceEstimator:
         They may be 1 to 2 % faster if they suit a cache or the multiprocessors better, which is not worth a
         trace of each.
         """
+        times = self.family_times.get(self._family_key(setting, layout))
+        if times is None:
+            return 0.0
         samples = setting.micro_batch * setting.accumulation
-        times = self.family_times.get(self._family_key(setting, layout), {})
         return max(
             (
                 seconds * min(1.0, samples / (micro * rounds))
@@ -554,12 +589,12 @@ class TraceEstimator:
             if seconds is None:
                 self.untimed.add(layout.device.kind)
                 return
-            pace = _rate_key(setting.replace(compile=compiled), layout.device)
+            pace = _rate_key(setting.replace(compile=compiled), layout.device.kind)
             _store_minimum(self.results.rates, pace, seconds / setting.micro_batch)
         if setting.recompute is not Recompute.NONE:
             return
         limit = compute_peak_s(trace, layout.device) / setting.micro_batch
-        _store_minimum(self.results.limits, _peak_key(setting, layout.device), limit)
+        _store_minimum(self.results.limits, _peak_key(setting, layout.device.kind), limit)
 
     def _least_bytes(self, setting: Setting) -> int:
         """Return a lower bound on the static memory of a rank; 0 before the first trace."""
@@ -573,10 +608,21 @@ class TraceEstimator:
         return key in self.results.estimates or key in self.results.failures
 
     def _trace_key(self, setting: Setting, device: Device) -> str:
-        return f"{device.fingerprint()} {setting_key(setting)}"
+        # Encoding a device takes longer than all the rest, and there are only a few.
+        known = self.device_keys.get(id(device))
+        if known is None:
+            known = self.device_keys[id(device)] = device, device.fingerprint()
+        return f"{known[1]} {setting_key(setting)}"
 
     def _estimate_key(self, setting: Setting, layout: Layout) -> str:
         """Return the key of an estimate: all that it depends on, without the memory that is free now."""
+        question = setting, layout, len(self.direct)
+        key = self.estimate_keys.get(question)
+        if key is None:
+            key = self.estimate_keys[question] = self._make_estimate_key(setting, layout)
+        return key
+
+    def _make_estimate_key(self, setting: Setting, layout: Layout) -> str:
         if layout not in self.names:
             nodes = tuple(len(node.devices) for node in layout.cluster.nodes)
             # An estimate names the source of the network bandwidth, but not of links within a node.
@@ -618,19 +664,22 @@ def _store_minimum(times: dict[str, float], key: str, seconds: float) -> None:
     times[key] = min(seconds, times.get(key, seconds))
 
 
-def _rate_key(setting: Setting, device: Device) -> str:
+@lru_cache(maxsize=MAX_SETTINGS)
+def _rate_key(setting: Setting, kind: str) -> str:
     """Return the key of a rate: all that the time of a sample depends on, except the micro-batch."""
     moved = Offload.ACTIVATIONS in setting.offload
-    return f"{_peak_key(setting, device)} {setting.recompute} {setting.compile} {moved}"
+    return f"{_peak_key(setting, kind)} {setting.recompute} {setting.compile} {moved}"
 
 
-def _peak_key(setting: Setting, device: Device) -> str:
+@lru_cache(maxsize=MAX_SETTINGS)
+def _peak_key(setting: Setting, kind: str) -> str:
     # A rank computes a part of every layer or sequence only, if others compute the rest.
     split = f"{setting.mesh.tp} {setting.mesh.cp} {setting.cp_method}"
     split += f" {setting.mesh.ep} {setting.expert_imbalance}"
-    return f"{device.kind} {_stored_key(setting)} {setting.loss} {split}"
+    return f"{kind} {_stored_key(setting)} {setting.loss} {split}"
 
 
+@lru_cache(maxsize=MAX_SETTINGS)
 def _stored_key(setting: Setting) -> str:
     """Return the key of the static memory of a whole model: all that it depends on."""
     # Activations are no part of it.
@@ -703,7 +752,7 @@ def is_guessed(setting: Setting) -> bool:
 @lru_cache(maxsize=MAX_SETTINGS)
 def set_recompute(setting: Setting, recompute: Recompute) -> Setting:
     """Return the setting with another way of recomputing."""
-    return setting.replace(recompute=recompute)
+    return setting if setting.recompute is recompute else setting.replace(recompute=recompute)
 
 
 @lru_cache(maxsize=MAX_SETTINGS)

@@ -10,7 +10,7 @@ from trimtab.errors import WrongUse
 from trimtab.planner.explanations import add_run_totals, compare_step, compute_cost, format_step
 from trimtab.planner.layouts import TRAINERS, LayoutQuestion, LayoutSearch
 from trimtab.planner.space import make_layout
-from trimtab.predict.calibration import find_speed
+from trimtab.predict.calibration import find_speed, read_own_calibration
 from trimtab.predict.communication import describe_network, find_links
 from trimtab.predict.layout import LayoutEstimator, Sharding
 from trimtab.spec import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from trimtab.planner.estimator_interface import Layout
     from trimtab.planner.layouts import RankedLayout
+    from trimtab.predict.calibration import Speed
     from trimtab.predict.layout import DecoderLayout
     from trimtab.spec import Cluster, DecoderShape, Device, Workload
 
@@ -86,8 +87,7 @@ class LayoutStudy:
     device: Device
     context_bytes: int
     """The CUDA context and NCCL's buffers."""
-    is_calibrated: bool
-    """Whether speeds of this very device were measured."""
+    speed: Speed
 
     @property
     def tokens(self) -> int:
@@ -167,7 +167,9 @@ class LayoutStudy:
         yield BY_FORMULAS
         if shape.experts:
             yield "experts get equal numbers of tokens; no capacity limit drops any"
-        if not self.is_calibrated:
+        if self.speed.imported:
+            yield f"time: by the calibration of {self.speed.source} from {self.speed.imported}"
+        if not self.speed.own:
             name = self.device.name
             yield f"time: {name} was not calibrated; its datasheet with the efficiencies of an H200"
         if (network := describe_network(devices, len(devices.devices))) is not None:
@@ -193,7 +195,8 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
     """Estimate all layouts of a decoder on a cluster of equal devices."""
     cluster = model.cluster
     device, gpus = find_only_device(cluster), len(cluster.devices)
-    speed = find_speed(device, None)
+    own = read_own_calibration(device)
+    speed = find_speed(device, own)
     if speed is None:
         raise WrongUse(
             f"--on {device.name}",
@@ -211,9 +214,9 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
         budget_bytes=int((device.memory_bytes * model.memory_share - context) / ROOM),
         pins=model.pins,
     )
-    estimator = LayoutEstimator(model.shape, speed.pace, speed.host, find_links(cluster, gpus))
+    estimator = LayoutEstimator(model.shape, speed.pace, speed.host, find_links(cluster, gpus, own))
     search = LayoutSearch(question, estimator).run()
-    return LayoutStudy(model, search, device, context, speed.own)
+    return LayoutStudy(model, search, device, context, speed)
 
 
 def find_only_device(cluster: Cluster) -> Device:

@@ -10,12 +10,13 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trimtab.cache import fingerprint
+from trimtab.catalog.torch_release import find_torch_release
 from trimtab.errors import BrokenFile, UnknownName, WrongUse
 from trimtab.files import is_file
 from trimtab.jobs.load import find_job_name
 from trimtab.planner.estimator_interface import available_bytes
 from trimtab.spec import Plan
-from trimtab.trace.job_summary import summarize_job
+from trimtab.trace.job_summary import hash_source_file, summarize_job
 from trimtab.units import format_bytes
 from trimtab.version import VERSION
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 FILE_PREFIX = "file "
 """Prefix of a fingerprint's key for a source file."""
+UNCHECKED = (
+    "torch is not installed here: the source files of the plan's job were compared, and its batch and the "
+    "release of torch were not."
+)
 
 
 def read_plan_file(file: Path) -> Plan:
@@ -186,14 +191,9 @@ def _on_option(plan: Plan) -> str:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions that a plan depends on."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        torch = version("torch").partition("+")[0]
-    except PackageNotFoundError:
-        torch = "none"
-    return {"trimtab": VERSION, "torch": torch}
+    """Return the versions that a plan depends on; without torch where it is not installed."""
+    torch = find_torch_release()
+    return {"trimtab": VERSION} | ({} if torch is None else {"torch": torch.partition("+")[0]})
 
 
 def check_plan(
@@ -207,7 +207,8 @@ def check_plan(
     """Raise if the job, the versions or the cluster are not what the plan assumed.
 
     Without `job`, check the job that the plan names; without `on`, leave the cluster out. With `is_moved`,
-    `job` is the plan's own job by a longer path. `origin` names the plan in the error.
+    `job` is the plan's own job by a longer path. `origin` names the plan in the error. Without torch, the
+    job cannot be loaded: its source files are compared, and its batch is not.
     """
     from trimtab.probe.detect import as_cluster
 
@@ -221,13 +222,30 @@ def check_plan(
         check_script_plan(plan, origin, None if on is None else as_cluster(on))
         return
     name, overrides = find_job_name(plan.job if job is None else job)
+    cluster = None if on is None else as_cluster(on)
+    if find_torch_release() is None:
+        now = read_versions() | _read_job_files(plan, name)
+        refuse_stale(plan, origin, list_changes(plan, now, cluster))
+        return
     workload = summarize_job(name, overrides or plan.options)
     if plan.workload is not None:
         # A global batch from the command line belongs to the plan, not to the job.
         workload = workload.replace(global_batch=plan.workload.global_batch)
-    cluster = None if on is None else as_cluster(on)
     now = collect_fingerprints(plan.job if is_moved else name, workload, plan.places, read_versions())
     refuse_stale(plan, origin, list_changes(plan, now, cluster))
+
+
+def _read_job_files(plan: Plan, job: str) -> dict[str, str]:
+    """Return the fingerprints of a job's source files as they are now, without importing the job.
+
+    Files of a package are assumed to be unchanged: only an import finds them.
+    """
+    place = _split_job(job)[1]
+    then = {key: digest for key, digest in plan.fingerprints.items() if key.startswith(FILE_PREFIX)}
+    if not place:
+        return then
+    paths = {key: Path(place).resolve().parent / key.removeprefix(FILE_PREFIX) for key in then}
+    return {key: hash_source_file(path) for key, path in paths.items() if path.is_file()}
 
 
 def read_checked_plan(file: Path) -> tuple[Plan, str]:
@@ -235,8 +253,14 @@ def read_checked_plan(file: Path) -> tuple[Plan, str]:
 
     A relative path in the plan starts at the folder where the plan was made. If the job is not there any
     more, it is searched beside the plan's file and in the current folder. The plan comes back with the path
-    at which its job was found.
+    at which its job was found. Without torch, the note says what was not checked.
     """
+    plan, note = _find_checked_plan(file)
+    return plan, note if find_torch_release() else " ".join(filter(None, (note, UNCHECKED)))
+
+
+def _find_checked_plan(file: Path) -> tuple[Plan, str]:
+    """Return the plan in a file with its job where it is now, and a note on that; refuse a stale plan."""
     plan = read_plan_file(file)
     if plan.script is not None:
         check_script_plan(plan, str(file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -190,22 +191,36 @@ class Family:
     splits: tuple[BatchSplit, ...] = field(compare=False)
     """The largest micro-batch first."""
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.strategy, self.mesh, self.recompute, self.compile, self.ways))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _settings(self) -> dict[tuple[BatchSplit, Allocator], Setting]:
+        return {}
+
     def setting(self, split: BatchSplit, allocator: Allocator = Allocator.DEFAULT) -> Setting:
-        """Return the setting with this split."""
-        return Setting(
-            strategy=self.strategy,
-            mesh=self.mesh,
-            micro_batch=split[0],
-            accumulation=split[1],
-            global_batch=self.global_batch,
-            precision=self.precision,
-            recompute=self.recompute,
-            compile=self.compile,
-            allocator=allocator,
-            workers=self.workers,
-            sync_batchnorm=self.sync_batchnorm,
-            **dict(self.ways),
-        )
+        """Return the setting with this split; a search asks for each of them many times."""
+        setting = self._settings.get((split, allocator))
+        if setting is None:
+            setting = self._settings[split, allocator] = Setting(
+                strategy=self.strategy,
+                mesh=self.mesh,
+                micro_batch=split[0],
+                accumulation=split[1],
+                global_batch=self.global_batch,
+                precision=self.precision,
+                recompute=self.recompute,
+                compile=self.compile,
+                allocator=allocator,
+                workers=self.workers,
+                sync_batchnorm=self.sync_batchnorm,
+                **dict(self.ways),
+            )
+        return setting
 
 
 @dataclass(frozen=True)
@@ -613,7 +628,7 @@ def _refuse_budget(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> s
 def _list_meshes(layout: Layout, branches: int, pins: Mapping[str, Any]) -> Iterator[tuple[Strategy, Mesh]]:
     """Yield every strategy and mesh for the devices of a layout; inner axes have the degrees of the pins."""
     inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp", "ep")}
-    stages = {name: int(pins[name]) for name in ("pp", "dp_shard") if name in pins}
+    stages = {name: int(pins[name]) for name in ("pp", "dp_shard", "dp_replicate") if name in pins}
     per_node = {len(node.devices) for node in layout.cluster.nodes}
     # Nodes of different sizes count as one: no strategy can make groups of them.
     nodes = len(layout.cluster.nodes) if len(per_node) == 1 else 1

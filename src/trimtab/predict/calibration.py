@@ -30,6 +30,8 @@ class Speed(NamedTuple):
     """Whether this device itself was calibrated."""
     source: str
     """The device that was calibrated."""
+    imported: str = ""
+    """Whose calibration it is and when it was taken, if it was imported."""
 
 
 @cache
@@ -64,7 +66,7 @@ def find_speed(device: Device, own: Calibration | None = None) -> Speed | None:
     chosen = own or same_kind or shipped_calibrations()[0]
     # A calibration of a whole GPU does not cover its slices: a slice runs at its own peaks, as efficiently.
     names = (device.kind,) if device.slice else (device.model, device.name)
-    measured_on = target if chosen.device in names else _rates_by_name(chosen.device)
+    measured_on = target if chosen.device in names else find_rates(chosen.device)
     if measured_on is None:
         return None
     return Speed(
@@ -74,6 +76,7 @@ def find_speed(device: Device, own: Calibration | None = None) -> Speed | None:
         host=step_time.scale_host_costs(chosen.host, facts_of(device)),
         own=own is not None or same_kind is not None,
         source=chosen.device,
+        imported=describe_import(own) if own is not None and own.imported_on else "",
     )
 
 
@@ -89,8 +92,15 @@ def _build_pace(calibration: Calibration, target: op_time.Rates, measured_on: op
     return op_time.Pace(target, op_time.calibration_points(calibration, measured_on))
 
 
-def _rates_by_name(name: str) -> op_time.Rates | None:
+def find_catalogue_name(name: str) -> str | None:
+    """Return the catalogue's name of a device, given that or the driver's; None if it has no such device."""
     row = next((device for device in devices() if device.name == name), None) or find_reported_device(name)
+    return row.name if row is not None else None
+
+
+def find_rates(name: str) -> op_time.Rates | None:
+    """Return the rates of a device by its name in the catalogue, or as the driver reports it."""
+    row = next((device for device in devices() if device.name == find_catalogue_name(name)), None)
     return op_time.device_rates(device_from_row(row, 0, "the calibration")) if row is not None else None
 
 
@@ -104,13 +114,18 @@ def own_folder() -> Path:
     return user_data_path("trimtab") / "calibrations"
 
 
-def _own_file(device: str) -> Path:
-    return own_folder() / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+IMPORTED = "imported-"
+"""Beginning of the names of files with other people's calibrations."""
+
+
+def _own_file(device: str, *, imported: bool = False) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return own_folder() / f"{IMPORTED * imported}{name}.json"
 
 
 def write_own_calibration(calibration: Calibration) -> Path:
     """Write a calibration where `read_own_calibration` finds it; return its file."""
-    file = _own_file(calibration.device)
+    file = _own_file(calibration.device, imported=bool(calibration.imported_on))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, calibration.to_json())
@@ -123,10 +138,23 @@ def write_own_calibration(calibration: Calibration) -> Path:
     return file
 
 
-def read_own_calibration(device: Device) -> Calibration | None:
-    """Return the user's own calibration of a device; None if there is none, or none that can be read."""
-    for name in (device.kind,) if device.slice else (device.model, device.name):
-        file = _own_file(name) if name else None
-        if file is not None and file.is_file():
-            return Calibration.from_file(file)
-    return None
+def read_own_calibration(device: Device, *, imported: bool = True) -> Calibration | None:
+    """Return the user's own calibration of a device; None if there is none, or none that can be read.
+
+    What was measured on this machine comes before what was imported.
+    """
+    names = [name for name in ((device.kind,) if device.slice else (device.model, device.name)) if name]
+    files = [_own_file(name) for name in names]
+    files += [_own_file(name, imported=True) for name in names if imported]
+    return next((stored for file in files if (stored := Calibration.from_file(file)) is not None), None)
+
+
+def list_own_calibrations() -> list[tuple[Path, Calibration | None]]:
+    """Return the stored files with their calibrations; None for a file that cannot be read."""
+    return [(file, Calibration.from_file(file)) for file in sorted(own_folder().glob("*.json"))]
+
+
+def describe_import(calibration: Calibration) -> str:
+    """Return who took an imported calibration and when."""
+    owner = calibration.owner or "an owner who gave no name"
+    return f"{owner}, taken on {calibration.taken_on}, imported on {calibration.imported_on}"

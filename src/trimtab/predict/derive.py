@@ -84,15 +84,16 @@ def combine_changes(origin: Trace, trace: Trace, other: Trace) -> Trace | None:
 def _mix_traces(traces: tuple[Trace, ...], mix: Callable[..., int]) -> Trace:
     """Return a trace whose numbers are mixed from several traces of the same program."""
     first = traces[0]
-    sizes = [
-        values[0] if len(set(values)) == 1 else mix(*values)
-        for values in zip(*(trace.sizes for trace in traces), strict=True)
-    ]
+    # A trace has thousands of allocations, but only some hundred different sizes.
+    columns = list(zip(*(trace.sizes for trace in traces), strict=True))
+    mixed = {values: values[0] if len(set(values)) == 1 else mix(*values) for values in set(columns)}
+    sizes = [mixed[values] for values in columns]
     causes = _mix_causes(traces, mix)
-    for number, cause in causes.items():
-        computed = evaluate_cause(cause)
-        sizes[number] = sizes[number] if computed is None else computed
     places = {cause: place for place, cause in enumerate(dict.fromkeys(causes.values()))}
+    computed = {cause: evaluate_cause(cause) for cause in places}
+    for number, cause in causes.items():
+        size = computed[cause]
+        sizes[number] = sizes[number] if size is None else size
     works, sequence = _mix_works(traces, mix)
     return first.replace(
         sizes=tuple(sizes),
@@ -197,12 +198,18 @@ def _formulas(trace: Trace) -> list[tuple[int, str, str, int]]:
 def _mix_causes(traces: tuple[Trace, ...], mix: Callable[..., int]) -> dict[int, SizeCause]:
     """Return the mixed inputs of the size formulas, by allocation."""
     mixed = {}
+    made: dict[tuple[int, ...], SizeCause] = {}
     for each in zip(*(trace.caused for trace in traces), strict=True):
-        causes = [trace.causes[index] for trace, (_, index) in zip(traces, each, strict=True)]
-        mixed[each[0][0]] = causes[0].replace(
-            numbers=tuple(mix(*values) for values in zip(*(cause.numbers for cause in causes), strict=True)),
-            beside=mix(*(cause.beside for cause in causes)),
-        )
+        places = tuple([index for _, index in each])
+        if places not in made:
+            causes = [trace.causes[index] for trace, index in zip(traces, places, strict=True)]
+            made[places] = causes[0].replace(
+                numbers=tuple(
+                    mix(*values) for values in zip(*(cause.numbers for cause in causes), strict=True)
+                ),
+                beside=mix(*(cause.beside for cause in causes)),
+            )
+        mixed[each[0][0]] = made[places]
     return mixed
 
 
@@ -216,21 +223,20 @@ def _mix_works(
     traces: tuple[Trace, ...], mix: Callable[..., int]
 ) -> tuple[tuple[Work, ...], tuple[int, ...]]:
     """Return the mixed operations, without duplicates, and the sequence of their indices."""
-    made: dict[tuple[int, ...], Work] = {}
     places: dict[Work, int] = {}
-    sequence = []
-    for numbers in zip(*(trace.sequence for trace in traces), strict=True):
-        if numbers not in made:
-            works = [trace.works[number] for trace, number in zip(traces, numbers, strict=True)]
-            made[numbers] = works[0].replace(
-                flops=mix(*(work.flops for work in works)),
-                read_bytes=mix(*(work.read_bytes for work in works)),
-                write_bytes=mix(*(work.write_bytes for work in works)),
-                dims=tuple(mix(*values) for values in zip(*(work.dims for work in works), strict=True)),
-                kernels=max(min(works[0].kernels, 1), mix(*(work.kernels for work in works))),
-            )
-        sequence.append(places.setdefault(made[numbers], len(places)))
-    return tuple(places), tuple(sequence)
+    place_of: dict[tuple[int, ...], int] = {}
+    entries = list(zip(*(trace.sequence for trace in traces), strict=True))
+    for numbers in dict.fromkeys(entries):
+        works = [trace.works[number] for trace, number in zip(traces, numbers, strict=True)]
+        mixed = works[0].replace(
+            flops=mix(*(work.flops for work in works)),
+            read_bytes=mix(*(work.read_bytes for work in works)),
+            write_bytes=mix(*(work.write_bytes for work in works)),
+            dims=tuple(mix(*values) for values in zip(*(work.dims for work in works), strict=True)),
+            kernels=max(min(works[0].kernels, 1), mix(*(work.kernels for work in works))),
+        )
+        place_of[numbers] = places.setdefault(mixed, len(places))
+    return tuple(places), tuple([place_of[numbers] for numbers in entries])
 
 
 def _interpolate(number: int, other: int, share: Fraction) -> int:

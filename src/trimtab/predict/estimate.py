@@ -258,6 +258,8 @@ def _list_time_notes(
     if not pace.own:
         name = device.kind if device.slice else device.name
         notes.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")
+    if pace.imported:
+        notes.append(f"time: by the calibration of {pace.source} from {pace.imported}")
     if unmeasured := pace.pace.list_unmeasured(trace.works):
         notes.append(
             f"time: no calibrated kernel is {' or '.join(unmeasured)}: taken to be as efficient as "

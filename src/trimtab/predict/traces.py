@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.cache import TRACES
+from trimtab.cache import TRACES, MemoryCache
 from trimtab.errors import TrimtabError
 from trimtab.predict.derive import combine_changes, has_near_totals, interpolate_trace, is_close
 from trimtab.spec import Trace
@@ -205,14 +205,27 @@ def interpolate_family(family: Mapping[int, Trace | TrimtabError], micro: int) -
     ends = [below, above] if below is not None and above is not None else by_distance[:2]
     low, high = sorted(size for size in ends if size is not None)
     third = next((size for size in by_distance if size not in (low, high, 1)), None)
-    trace = interpolate_trace(traced[low], traced[high], low, high, micro)
+    trace = _interpolate_cached(traced[low], traced[high], low, high, micro)
     if trace is None:
         return _extrapolate(traced, micro)
     if third is not None and not is_close(
-        interpolate_trace(traced[low], traced[high], low, high, third), traced[third]
+        _interpolate_cached(traced[low], traced[high], low, high, third), traced[third]
     ):
         return None
     return _note_line(trace, low, high)
+
+
+MAX_INTERPOLATED = 32
+_INTERPOLATED: MemoryCache[tuple[Trace, Trace, Trace | None]] = MemoryCache(max_entries=MAX_INTERPOLATED)
+
+
+def _interpolate_cached(low: Trace, high: Trace, micro_low: int, micro_high: int, micro: int) -> Trace | None:
+    """Return `interpolate_trace`; cached, as it is first asked whether a trace follows, and then for it."""
+    # The entry keeps both traces alive, so no other trace can have their identity.
+    key = id(low), id(high), micro_low, micro_high, micro
+    return _INTERPOLATED.get(
+        key, lambda: (low, high, interpolate_trace(low, high, micro_low, micro_high, micro))
+    )[2]
 
 
 def _note_line(trace: Trace, low: int, high: int) -> Trace:
@@ -232,10 +245,10 @@ def _extrapolate(traced: Mapping[int, Trace], micro: int) -> Trace | None:
         if len(pair) < 2 or not beyond:  # noqa: PLR2004 - a line has two ends
             continue
         low, high = sorted(pair)
-        there = interpolate_trace(traced[low], traced[high], low, high, beyond[0])
+        there = _interpolate_cached(traced[low], traced[high], low, high, beyond[0])
         if there is None or not has_near_totals(there, traced[beyond[0]]):
             continue
-        trace = interpolate_trace(traced[low], traced[high], low, high, micro)
+        trace = _interpolate_cached(traced[low], traced[high], low, high, micro)
         if trace is not None:
             return _note_line(trace, low, high)
     return None

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.version import VERSION
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def is_own_environment(interpreter: str) -> bool:
 def can_import_trimtab(interpreter: str) -> str | None:
     """Return None if an interpreter can run this trimtab and torch, else the reason why not."""
     if is_own_environment(interpreter):
+        require_supported_torch()
         return None
     said = describe_interpreter(interpreter)
     if said is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from trimtab.spec.base import Noun, check_minimum
 from trimtab.spec.trace import Work
 
@@ -33,6 +35,10 @@ class CollectiveTimes(Noun, frozen=True, kw_only=True):
         return wrong
 
 
+CALIBRATION_FORMAT = 1
+"""Changes when operations are described in another way, so that old times no longer match."""
+
+
 class Calibration(Noun, frozen=True, kw_only=True):
     """Times measured once on a device and stored. `seconds` has one entry for each entry of `works`."""
 
@@ -52,12 +58,21 @@ class Calibration(Noun, frozen=True, kw_only=True):
     """Collectives that `trimtab calibrate --links` measured; empty if it did not run."""
     left_out: tuple[str, ...] = ()
     """Measurements that were skipped for lack of time or memory."""
+    owner: str = ""
+    """Who measured it, as they name themselves; empty: they did not say."""
+    imported_on: str = ""
+    """Day of `trimtab calibrate --import`; empty: it was measured on this machine."""
+    format: int = CALIBRATION_FORMAT
 
     def faults(self) -> list[str]:
         """Check that each work has a positive time."""
         wrong = check_minimum(0, **self.host)
+        if self.format != CALIBRATION_FORMAT:
+            wrong.append(
+                f"its format is {self.format}, and this version of trimtab reads {CALIBRATION_FORMAT}"
+            )
         if len(self.works) != len(self.seconds):
             wrong.append(f"{len(self.works)} works have {len(self.seconds)} times")
-        if any(second <= 0 for second in self.seconds):
-            wrong.append("a time is not positive")
+        if not all(0 < second < inf for second in self.seconds):
+            wrong.append("a time is not positive and finite")
         return wrong

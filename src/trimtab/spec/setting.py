@@ -229,16 +229,16 @@ class Mesh(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Check that sizes are at least 1, and that copies name every branch and differ."""
-        wrong = check_minimum(
-            1,
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            branch=self.branch,
-            cp=self.cp,
-            tp=self.tp,
-            ep=self.ep,
-            pp=self.pp,
-        )
+        sizes = {
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "branch": self.branch,
+            "cp": self.cp,
+            "tp": self.tp,
+            "ep": self.ep,
+            "pp": self.pp,
+        }
+        wrong = check_minimum(1, **sizes) if min(sizes.values()) < 1 else []
         if not wrong and (ranks := self.shards * self.tp) % self.ep:
             wrong.append(f"ep {self.ep} does not divide dp_shard x cp x tp, which is {ranks}")
         if wrong or not self.copies:
@@ -343,13 +343,8 @@ class Setting(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Check that the micro-batches cover the global batch, with none to spare."""
-        wrong = check_minimum(
-            1,
-            micro_batch=self.micro_batch,
-            accumulation=self.accumulation,
-            global_batch=self.global_batch,
-        )
-        wrong += check_minimum(0, workers=self.workers) + check_minimum(1, virtual_stages=self.virtual_stages)
+        least = min(self.micro_batch, self.accumulation, self.global_batch, self.virtual_stages)
+        wrong = self._check_counts() if least < 1 or self.workers < 0 else []
         wrong += self.schedule.check_virtual_stages(self.virtual_stages)
         if self.expert_imbalance < 1:
             wrong.append(f"expert_imbalance is {self.expert_imbalance:g}, which is below 1")
@@ -365,6 +360,20 @@ class Setting(Noun, frozen=True, kw_only=True):
         if self.strategy is Strategy.SINGLE and self.gpus != 1:
             return [f"strategy single runs on one device, and the mesh has {self.gpus}"]
         return []
+
+    def _check_counts(self) -> list[str]:
+        """Return a sentence for each count that is too small."""
+        wrong = check_minimum(
+            1,
+            micro_batch=self.micro_batch,
+            accumulation=self.accumulation,
+            global_batch=self.global_batch,
+        )
+        return (
+            wrong
+            + check_minimum(0, workers=self.workers)
+            + check_minimum(1, virtual_stages=self.virtual_stages)
+        )
 
     def _check_shares(self) -> list[str]:
         """Check that there is a share for each data-parallel rank and that shares sum to the global batch."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from trimtab.spec.base import Noun, check_minimum
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "inputs", "workspace", "communication")
@@ -76,13 +78,15 @@ class Work(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Check that counts are not negative and the kind is known."""
-        wrong = check_minimum(
-            0,
-            flops=self.flops,
-            read_bytes=self.read_bytes,
-            write_bytes=self.write_bytes,
-            kernels=self.kernels,
-        )
+        wrong: list[str] = []
+        if min(self.flops, self.read_bytes, self.write_bytes, self.kernels) < 0:
+            wrong = check_minimum(
+                0,
+                flops=self.flops,
+                read_bytes=self.read_bytes,
+                write_bytes=self.write_bytes,
+                kernels=self.kernels,
+            )
         return wrong if self.kind in KINDS else [*wrong, f"kind is {self.kind!r}, none of {', '.join(KINDS)}"]
 
 
@@ -164,6 +168,11 @@ class Trace(Noun, frozen=True, kw_only=True):
     no_compile_gain: str = ""
     """For an eager trace: why torch.compile would not help, or fails; empty if it may help."""
     assumptions: tuple[str, ...] = ()
+
+    def to_json(self, *, indent: int = 0) -> str:
+        """Return the trace as JSON text; it has no derived properties, which would take longer."""
+        text = msgspec.json.encode(self)
+        return (msgspec.json.format(text, indent=indent) if indent else text).decode()
 
     @property
     def ranks(self) -> tuple[Trace, ...]:

@@ -128,8 +128,13 @@ def _source_files(name: str, job: Any) -> dict[str, str]:
             # Some modules of torch name files that do not exist.
             if elsewhere or not path.is_file():
                 continue
-            hashes[str(path.relative_to(home))] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            hashes[str(path.relative_to(home))] = hash_source_file(path)
     return dict(sorted(hashes.items()))
+
+
+def hash_source_file(file: Path) -> str:
+    """Return the hash of a source file, as a plan's fingerprints have it."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def _answer_request(text: str, say: SendAnswer) -> None:

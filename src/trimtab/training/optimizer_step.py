@@ -1,7 +1,7 @@
 """Run the optimizer step and the status exchange between ranks before it.
 
 A fused optimizer on CUDA is launched before the host knows whether the step is good: the device skips a bad
-step itself. The module also has the loss scale of fp16 and the environment variables of the allocator.
+step itself. The module also has the loss scale of fp16.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from trimtab.spec import Allocator
 from trimtab.spec.base import Noun
 from trimtab.training.oom_recovery import is_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
-    from trimtab.spec import Dtypes, Setting
+    from trimtab.spec import Dtypes
 
 
 _MAX_ATTEMPTS = 3
@@ -313,8 +312,6 @@ MIN_SCALE = 2.0**-10
 MAX_SCALE = 2.0**24
 GROW_AFTER_UPDATES = 2000
 """Updates without an overflow before the loss scale is doubled."""
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_EXPANDABLE = "expandable_segments:True"
 
 
 class LossScale(Noun, frozen=True, kw_only=True):
@@ -348,21 +345,3 @@ class LossScale(Noun, frozen=True, kw_only=True):
 def initial_scale(dtypes: Dtypes) -> LossScale:
     """Return the loss scale at the start of a run."""
     return LossScale(value=2.0**16) if dtypes.scales_loss else LossScale()
-
-
-def allocator_variables(setting: Setting, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for the planned allocator; set them before CUDA starts.
-
-    >>> from trimtab.spec import Setting
-    >>> plan = Setting(micro_batch=1, global_batch=1, allocator=Allocator.EXPANDABLE)
-    >>> allocator_variables(plan, {})["PYTORCH_CUDA_ALLOC_CONF"]
-    'expandable_segments:True'
-    """
-    if setting.allocator is not Allocator.EXPANDABLE:
-        return {}
-    variables = {}
-    for name in ALLOCATOR_VARIABLES:
-        current = env.get(name, "")
-        if "expandable_segments" not in current:
-            variables[name] = f"{current},{_EXPANDABLE}" if current else _EXPANDABLE
-    return variables

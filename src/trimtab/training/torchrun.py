@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
+from trimtab.spec import Allocator
 from trimtab.spec.base import Noun, check_minimum
 from trimtab.training.rank_messages import (
     LAUNCHER_VARIABLES,
@@ -38,6 +39,7 @@ from trimtab.units import parse_whole, plural
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from trimtab.spec import Setting
     from trimtab.training.rank_messages import RankFailure
     from trimtab.training.task import RunEnding, TrainTask
 
@@ -52,6 +54,8 @@ ANSWER_TIMEOUT_S = 5.0
 """How long the program on the rendezvous port may take to answer as torchrun."""
 WAIT_NOTICE_S = 2.0
 """After this time, print that we are waiting."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
 _PLACE = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]\s]+)):(?P<port>[0-9]+)")
 
 
@@ -311,6 +315,24 @@ def build_environment(
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     return env
+
+
+def allocator_variables(setting: Setting, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables for the planned allocator; set them before CUDA starts.
+
+    >>> from trimtab.spec import Setting
+    >>> plan = Setting(micro_batch=1, global_batch=1, allocator=Allocator.EXPANDABLE)
+    >>> allocator_variables(plan, {})["PYTORCH_CUDA_ALLOC_CONF"]
+    'expandable_segments:True'
+    """
+    if setting.allocator is not Allocator.EXPANDABLE:
+        return {}
+    variables = {}
+    for name in ALLOCATOR_VARIABLES:
+        current = env.get(name, "")
+        if "expandable_segments" not in current:
+            variables[name] = f"{current},{_EXPANDABLE}" if current else _EXPANDABLE
+    return variables
 
 
 def locate_node(options: TorchrunOptions) -> tuple[TorchrunOptions, str]:

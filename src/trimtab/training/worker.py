@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 def run_task(task: TrainTask) -> RunEnding:
     """Train in this process, as the rank that its environment variables say."""
-    from trimtab.training.optimizer_step import allocator_variables
+    from trimtab.training.torchrun import allocator_variables
 
     if task.plan is not None:
         # CUDA reads them only when it starts.
