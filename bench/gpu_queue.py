@@ -722,6 +722,8 @@ def _quality() -> list[QueuedCase]:
         )
         for rounds, choice in choices
         for name, (job, batch, options) in QUALITY.items()
+        # A model without repeated blocks recomputes nothing.
+        if not (name == "dlrm" and "recompute" in choice)
     ]
 
 
@@ -855,8 +857,8 @@ def run(out: Path, seconds: float, workers: int, only: str, packages: str) -> No
         for forked in [forked for forked in running if forked.is_done()]:
             running.remove(forked)
             line = forked.line()
-            if "out_of_memory" in line and forked.case.compile and forked.case.id not in retried:
-                # Others were on the GPU: try again alone.
+            if "out_of_memory" in line and workers > 1 and forked.case.id not in retried:
+                # Others may have been on the GPU: try again alone.
                 retried.add(forked.case.id)
                 alone.append(forked.case)
                 continue

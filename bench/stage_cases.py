@@ -20,14 +20,14 @@ from trimtab.engine.build import find_entries, use_build_defaults
 from trimtab.engine.optimizer import choose_implementation, make_optimizers
 from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import autocast_dtype
-from trimtab.training.pipeline import PipelineRunner
+from trimtab.training.pipeline import PipelineRunner, StageMessage
 from trimtab.training.prepare import list_reduced
 from trimtab.training.process_group import RankGroups
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trimtab.engine.pipeline_stage import BlockRelay, StageSplit
+    from trimtab.engine.pipeline_stage import BlockRelay, StageLayout, StageSplit
     from trimtab.spec import Setting
     from trimtab.training.pipeline import PassKey
 
@@ -45,12 +45,18 @@ class LocalRunner(PipelineRunner):
         self._inputs[self._pass] = received
         return received
 
-    def _send_tensor(self, is_gradient: bool, key: PassKey, tensor: torch.Tensor | None) -> None:
-        del is_gradient, key, tensor
+    def _send_tensor(
+        self,
+        is_gradient: bool,
+        key: PassKey,
+        tensor: torch.Tensor | None,
+        layout: StageLayout | None = None,
+    ) -> None:
+        del is_gradient, key, tensor, layout
 
-    def _receive_tensor(self, is_gradient: bool, key: PassKey) -> tuple[torch.Tensor | None, bool]:
+    def _receive_tensor(self, is_gradient: bool, key: PassKey) -> StageMessage:
         del is_gradient
-        return torch.empty_like(self._outputs[key].detach()), False
+        return StageMessage(torch.empty_like(self._outputs[key].detach()))
 
 
 class LocalStage:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.jobs.head import IGNORE_INDEX
+from trimtab.jobs import head
+from trimtab.jobs.head import IGNORE_INDEX, mean_token_loss
 from trimtab.jobs.slm import Attention
 from trimtab.trace.op_cost import describe_work
 
@@ -28,12 +29,53 @@ def test_slopes_are_the_gradients_of_weighted_cross_entropy(kind: torch.dtype, n
     logits = exact.detach().to(kind)
     place = logits.data_ptr()
     wide = torch.promote_types(kind, torch.float32)
-    losses = torch.ops.trimtab.token_loss_slopes(logits, labels, shares.to(wide))
+    losses = torch.ops.trimtab.token_loss_slopes(logits, labels, shares.to(wide), 40)
     torch.testing.assert_close(losses.double(), wanted.detach(), rtol=near, atol=near)
     torch.testing.assert_close(logits.double(), slopes, rtol=near, atol=near)
     assert logits.data_ptr() == place
     assert losses.dtype is wide
     assert not logits[3:5].any()
+
+
+def test_columns_beyond_the_vocabulary_have_no_slope() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 48)
+    before = logits.clone()
+    labels, shares = torch.tensor([0, 39, 7, IGNORE_INDEX, 3, 3]), torch.tensor([1.0, 0.5, 1, 0, 0, 0.25])
+    narrow = before[:, :40].contiguous()
+    losses = torch.ops.trimtab.token_loss_slopes(logits, labels, shares, 40)
+    torch.testing.assert_close(losses, torch.ops.trimtab.token_loss_slopes(narrow, labels, shares, 40))
+    torch.testing.assert_close(logits[:, :40], narrow)
+    assert not logits[:, 40:].any()
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(100, 128), (128, 128)])
+def test_the_head_of_an_odd_vocabulary_is_padded_on_a_gpu(
+    vocabulary: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No GPU is at hand: the CPU takes its place, with the plain form of the kernel.
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 8, 16, dtype=torch.bfloat16)
+    weight = torch.randn(vocabulary, 16, dtype=torch.bfloat16)
+    targets = torch.randint(vocabulary, (2, 8))
+
+    def run() -> list[torch.Tensor]:
+        leaves = [given.clone().requires_grad_() for given in (hidden, weight)]
+        loss = mean_token_loss(leaves[0], leaves[1], targets, pieces=4)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    plain = run()
+    padded = functional.pad(weight, (0, 0, 0, rows - vocabulary))
+    monkeypatch.setattr(head, "align_rows", lambda table: padded.to(table.dtype))
+    for ours, theirs in zip(run(), plain, strict=True):
+        assert torch.equal(ours, theirs)
+    monkeypatch.undo()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        table = torch.empty(vocabulary, 16, dtype=torch.bfloat16, device="cuda")
+        assert head.align_rows(table).shape == (rows, 16)
+        assert head.align_rows(table.float()).shape == (vocabulary, 16)
 
 
 def test_a_long_row_is_counted_twice_and_a_short_one_once() -> None:
@@ -48,7 +90,7 @@ def test_a_long_row_is_counted_twice_and_a_short_one_once() -> None:
                 torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cuda")
                 for given in (torch.empty(4, columns, dtype=torch.bfloat16, device="meta"), labels, shares)
             )
-            work = describe_work(operation, "trimtab::token_loss_slopes", args, {}, args[2])
+            work = describe_work(operation, "trimtab::token_loss_slopes", (*args, columns), {}, args[2])
         assert work is not None
         assert work.kind == "reduction"
         return work.read_bytes / (4 * columns * 2)

@@ -24,6 +24,8 @@ WAYS = {
     "cp": (2, "cp=2,strategy=fsdp"),
     "tp and cp": (4, "tp=2,cp=2"),
     "pp and dp_shard": (4, "pp=2,dp_shard=2"),
+    "pp and tp": (4, "pp=2,tp=2,schedule=zero-bubble"),
+    "pp and cp": (4, "pp=2,cp=2,schedule=interleaved-1f1b"),
 }
 
 

@@ -36,9 +36,9 @@ def test_shards_of_a_stage_take_their_share_of_its_memory_and_communication() ->
     [
         ({"pp": 3}, "do not divide by 3"),
         ({"pp": 0}, "below 1"),
-        ({"pp": 2, "tp": 2}, "split layers"),
-        ({"pp": 2, "cp": 2}, "does not split sequences"),
-        ({"pp": 2, "ep": 2}, "experts on different ranks"),
+        ({"pp": 2, "tp": 4}, "do not divide by 4"),
+        ({"pp": 2, "cp": 3}, "do not divide by 3"),
+        ({"pp": 2, "ep": 3}, "which 3 does not divide"),
         ({"pp": 2, "strategy": "hybrid"}, "shards or copies"),
     ],
 )

@@ -318,6 +318,13 @@ SHARDED_MESHES = [
     Mesh(pp=4, dp_shard=2, dp_replicate=2),
     Mesh(pp=2, dp_shard=2, dp_replicate=4),
 ]
+SPLIT_MESHES = [
+    Mesh(pp=2, tp=2),
+    Mesh(pp=2, tp=2, cp=2, dp_replicate=2),
+    Mesh(pp=2, cp=4),
+    Mesh(pp=4, dp_shard=4, ep=4),
+    Mesh(pp=2, cp=2, dp_shard=2, ep=4, dp_replicate=2),
+]
 
 
 @pytest.mark.parametrize("mesh", SHARDED_MESHES, ids=repr)
@@ -345,13 +352,38 @@ def test_sharded_stages_are_stages_and_shards(mesh: Mesh) -> None:
     assert strategy.resized(mesh, 2 * mesh.size)[1] == mesh.replace(dp_shard=2 * mesh.dp_shard)
 
 
+@pytest.mark.parametrize("mesh", SPLIT_MESHES, ids=repr)
+def test_ranks_of_a_stage_may_split_it_in_any_way(mesh: Mesh) -> None:
+    stages = STRATEGIES["pipeline"]
+    strategy = stages.on(mesh)
+    setting = setting_of(strategy, mesh)
+    assert find_training_refusal(setting) is None
+    assert [part.mesh for part in strategy.trace_parts(setting, ())] == [mesh.replace(dp_replicate=1)]
+    pins = {"tp": mesh.tp, "cp": mesh.cp, "ep": mesh.ep}
+    assert mesh in list(stages.meshes_within(mesh.size, pp=mesh.pp, dp_shard=mesh.dp_shard, **pins))
+    # The ranks that are left hold shards, unless copies of them are asked for.
+    shards = mesh.dp_shard * mesh.dp_replicate
+    degrees = pins | {"pp": mesh.pp}
+    assert list(stages.meshes_within(mesh.size, **degrees)) == [mesh.replace(dp_shard=shards, dp_replicate=1)]
+    twice = mesh.replace(dp_shard=shards, dp_replicate=2)
+    assert list(stages.meshes_within(2 * mesh.size, **degrees, dp_replicate=2)) == [twice]
+    for axis in ("cp", "tp", "ep"):
+        named = f"{axis} {getattr(mesh, axis)}" in strategy.describe(mesh)
+        assert named is (getattr(mesh, axis) > 1)
+    # A stage keeps its inner degrees on other numbers of ranks, if it can.
+    twice = strategy.resized(mesh, 2 * mesh.size)[1]
+    assert twice == mesh.replace(dp_shard=2 * mesh.dp_shard)
+    assert strategy.resized(mesh, mesh.pp)[1] == Mesh(pp=mesh.pp)
+    assert strategy.exposed_s(traffic_of(setting, 0.0)) > 0
+
+
 def test_only_pinned_degrees_give_sharded_stages() -> None:
     stages = STRATEGIES["pipeline"]
     assert all(mesh.dp_shard == 1 for mesh in stages.meshes_within(8))
     assert all(mesh.dp_shard == 1 for mesh in stages.meshes_within(8, pp=2))
     assert list(stages.meshes_within(8, pp=2, dp_shard=2)) == [Mesh(pp=2, dp_shard=2, dp_replicate=2)]
     assert not list(stages.meshes_within(8, pp=2, dp_shard=3))
-    assert not list(stages.meshes_within(8, pp=2, dp_shard=2, cp=2))
+    assert not list(stages.meshes_within(8, pp=2, dp_shard=2, ep=4))
 
 
 @pytest.mark.parametrize(
@@ -368,15 +400,27 @@ def test_the_strategy_says_what_the_gpus_of_a_stage_hold(word: str, mesh: Mesh) 
     assert make_mesh(STRATEGIES[word], 8, pp=8)[1] == Mesh(pp=8)
 
 
+def test_the_gpus_of_a_stage_split_layers_sequences_and_experts() -> None:
+    stages, fsdp = STRATEGIES["pipeline"], STRATEGIES["fsdp"]
+    assert make_mesh(fsdp, 8, pp=2, tp=2)[1] == Mesh(pp=2, tp=2, dp_shard=2)
+    assert make_mesh(stages, 8, pp=2, tp=4)[1] == Mesh(pp=2, tp=4)
+    assert make_mesh(stages, 8, pp=2, cp=2)[1] == Mesh(pp=2, cp=2, dp_replicate=2)
+    assert make_mesh(stages, 8, pp=2, ep=2)[1] == Mesh(pp=2, ep=2, dp_shard=4)
+
+
 def test_stages_that_cannot_be_are_refused() -> None:
     fsdp = STRATEGIES["fsdp"]
     with pytest.raises(WrongUse, match="do not divide by 3"):
         make_mesh(fsdp, 8, pp=3)
     with pytest.raises(WrongUse, match="shards or copies"):
         make_mesh(STRATEGIES["branch"], 8, pp=2)
-    for degrees in ({"cp": 2}, {"ep": 2}):
-        with pytest.raises(WrongUse, match="does not split sequences"):
-            make_mesh(fsdp, 8, pp=2, **degrees)
+    with pytest.raises(WrongUse, match="do not divide by 3"):
+        make_mesh(fsdp, 8, pp=2, tp=3)
+    with pytest.raises(WrongUse, match="which 3 does not divide"):
+        make_mesh(fsdp, 8, pp=2, ep=3)
+    for degrees in ({"tp": 2}, {"cp": 2}, {"ep": 2}):
+        with pytest.raises(WrongUse, match="how many stages"):
+            STRATEGIES["pipeline"].mesh(8, **degrees)
 
 
 def test_on_one_device_there_is_one_micro_batch_or_those_of_a_replica() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch._functorch import config as partitioner
 
 from trimtab.engine.build import EntryPoints
+from trimtab.engine.causal_attention import decide_masks_as_in_eager_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +99,7 @@ class CompileSwitch:
 
     def _compile_calls(self) -> list[tuple[nn.Module, str, Any]]:
         model, entries = self._model, self._entries
+        decide_masks_as_in_eager_mode(model)
         children = dict(model.named_children())
         modules = [model, *(children[name] for name in entries.children)]
         calls: list[tuple[nn.Module, str, Any]] = [

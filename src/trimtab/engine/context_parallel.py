@@ -674,8 +674,8 @@ def refuse_context(job: Any, setting: Setting) -> None:
     size, found, cure = setting.mesh.cp, "", "Leave cp out."
     if size == 1:
         return
-    if setting.mesh.branch > 1 or setting.mesh.pp > 1:
-        found = f"trimtab splits sequences under ddp, fsdp and hsdp, not under {setting.strategy}"
+    if setting.mesh.branch > 1:
+        found = f"trimtab splits sequences under ddp, fsdp, hsdp and pipeline, not under {setting.strategy}"
         cure = f"Use fsdp, or leave cp={size} out."
     elif setting.compile:
         found = "trimtab does not compile attention over split sequences"

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimtab.engine.tensor_parallel import clear_sharding_cache
 from trimtab.errors import WrongUse
 from trimtab.units import plural
 
@@ -475,14 +474,16 @@ def make_expert_group(setting: Setting, device: str) -> ExpertGroup:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
 
-    clear_sharding_cache()
     mesh = setting.mesh
     axes = {"dp_shard_mod_ep": mesh.shards // mesh.ep, "ep": mesh.ep}
     if mesh.dp_replicate > 1:
         axes = {"dp_replicate": mesh.dp_replicate, **axes}
+    same_experts = tuple(axes)[:-1]
+    if mesh.pp > 1:
+        axes = {"pp": mesh.pp, **axes}
     with _disable_current_modes():
-        every = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        return ExpertGroup(every["ep"], every[tuple(axes)[:-1]], imbalance=setting.expert_imbalance)
+        every = init_device_mesh(torch.device(device).type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return ExpertGroup(every["ep"], every[same_experts], imbalance=setting.expert_imbalance)
 
 
 def split_experts(module: nn.Module, group: ExpertGroup) -> None:

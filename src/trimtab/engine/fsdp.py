@@ -33,7 +33,7 @@ from trimtab.engine.expert_parallel import split_experts
 from trimtab.engine.gradients import sum_squares
 from trimtab.engine.precision import torch_dtype
 from trimtab.engine.sync_norm import widen_norms
-from trimtab.engine.tensor_parallel import TensorSplitter
+from trimtab.engine.tensor_parallel import TensorSplitter, clear_sharding_cache
 from trimtab.errors import WrongUse
 from trimtab.spec import Offload
 from trimtab.strategies import limits
@@ -291,6 +291,8 @@ class ShardedGradients:
         assert self._shards is not None  # noqa: S101 - only pipelines have passes
         self._save_sequence()
         self._key = stage_pass
+        if self._experts is not None and not stage_pass.adds_gradients:
+            self._experts.start_pass()
         if not stage_pass.adds_gradients:
             return
         # Other micro-batches ran forward in between: torch would gather what the pass does not need next.
@@ -608,9 +610,11 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
 
     if experts is not None:
         experts.input_dtype = cast
-    expert_modules = set() if experts is None else {id(model.get_submodule(name)) for name in experts.layers}
     moved_tensors: MovedTensors = {}
-    present = {id(module) for module in model.modules()}
+    names = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
+    present = set(names.values())
+    # Experts of other pipeline stages are not in the model.
+    expert_modules = set() if experts is None else {names[name] for name in experts.layers if name in names}
     blocks = [] if relay is None else list(relay.get_blocks(model).children())
     inside = {id(module) for block in blocks for module in block.modules()}
     for unit in (*(unit for unit in units if id(unit) in present), model):
@@ -629,7 +633,10 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
                 expert_modules.remove(id(module))
         shard(unit, mesh, setting.mesh.shards)
         moved_tensors.clear()
-    return None if relay is None else _connect_stages(model, relay, blocks, stage_mesh)
+    if relay is None:
+        return None
+    relay.tensor_mesh = tensor_mesh
+    return _connect_stages(model, relay, blocks, stage_mesh)
 
 
 def _fill_tensor(fill: FillTensor, inside: bool, tensor: torch.Tensor) -> None:
@@ -740,6 +747,7 @@ def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
 
+    clear_sharding_cache()
     mesh = setting.mesh
     axes = {"dp_shard_cp": mesh.shards}
     if mesh.dp_replicate > 1:
@@ -752,6 +760,6 @@ def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any, Any]:
         # The first axis: stages send each other the least.
         axes = {"pp": mesh.pp, **axes}
     with _disable_current_modes():
-        every = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        every = init_device_mesh(torch.device(device).type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         data = every if tuple(axes) == data_axes else every[data_axes]
         return data, every["tp"] if mesh.tp > 1 else None, every["pp"] if mesh.pp > 1 else None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trimtab.engine.build import find_repeated_blocks
 from trimtab.engine.stage_balance import BlockWork, balance_stages, measure_blocks
@@ -97,6 +98,8 @@ class BlockRelay:
         self.receive = receive
         self.end_forward: Callable[[torch.Tensor], torch.Tensor] = _return_output
         """Called with the output of a pass that ended in the middle of the model; returns it."""
+        self.tensor_mesh: Any = None
+        """Device mesh of the ranks that split layers with this one; None if none do."""
         self._strict = strict
         self._next: int | None = None
         """Number of the block that must be called next; None outside of a forward pass."""
@@ -432,11 +435,11 @@ class TracedStage:
         """Run a forward pass; return the loss in the last stage, else the output to send."""
         output = self.relay.run(compute, stage)
         if not self.is_last(stage):
-            self.handed_bytes = output.numel() * output.element_size()
+            self.handed_bytes = _count_local_bytes(output)
         return output
 
     def _receive(self, local: torch.Tensor) -> torch.Tensor:
-        self.handed_bytes = local.numel() * local.element_size()
+        self.handed_bytes = _count_local_bytes(local)
         received = torch.empty_like(local.detach())
         return received.requires_grad_(self._needs_gradient or local.requires_grad)
 
@@ -450,7 +453,50 @@ def _ignore_phase(_: str) -> None:
     """Record nothing."""
 
 
+class StageLayout(NamedTuple):
+    """How the ranks that split layers hold a tensor that stages send each other: each sends its own part."""
+
+    dim: int | None
+    """Dimension along which each rank has a part; None: each rank has all of it."""
+    size: int
+    """Length of all parts along that dimension; 0 without one."""
+
+
+def unwrap_output(output: torch.Tensor) -> tuple[torch.Tensor, StageLayout | None]:
+    """Return this rank's part of a stage's output, and its layout; None if ranks do not split layers."""
+    if not isinstance(output, DTensor):
+        return output, None
+    if any(placement.is_partial() for placement in output.placements):
+        output = output.redistribute(placements=[Replicate()])
+    dim = next((placement.dim for placement in output.placements if isinstance(placement, Shard)), None)
+    layout = StageLayout(dim, 0 if dim is None else output.shape[dim])
+    return output.to_local(), layout
+
+
+def wrap_input(part: torch.Tensor, layout: StageLayout | None, mesh: Any) -> torch.Tensor:
+    """Return the tensor of which the previous stage has sent a part to each rank that splits layers."""
+    if layout is None:
+        return part
+    shape = list(part.shape)
+    if layout.dim is not None:
+        shape[layout.dim] = layout.size
+    placement = Replicate() if layout.dim is None else Shard(layout.dim)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _count_local_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of this rank's part of a tensor."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.numel() * part.element_size()
+
+
 def _make_remote_value(local: torch.Tensor) -> RemoteValue:
+    if isinstance(local, DTensor):
+        # All of its shape, and memory for one element.
+        local = torch.empty(1, dtype=local.dtype, device=local.device).expand(local.shape)
     with torch._C.DisableTorchFunctionSubclass():
         value: RemoteValue = local.detach().as_subclass(RemoteValue)
         return value

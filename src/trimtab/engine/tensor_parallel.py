@@ -32,11 +32,12 @@ class TensorSplitter:
 
     def __init__(self, model: nn.Module, plan: TensorPlan, mesh: Any) -> None:
         self._mesh = mesh
-        self._roles = {id(model.get_submodule(name)): role for name, role in plan.roles.items()}
+        # Modules of other pipeline stages are in the plan, and not in the model.
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._roles = {id(modules[name]): role for name, role in plan.roles.items() if name in modules}
         self._split: dict[int, tuple[Any, nn.Parameter]] = {}
         """By id: a parameter and what it became. Both are kept alive, so that their ids are not reused."""
         enable_mixed_tensors()
-        clear_sharding_cache()
 
     def split_module(self, module: nn.Module) -> None:
         """Turn all parameters of a module on the device into DTensors, except those that are already."""
@@ -53,7 +54,8 @@ class TensorSplitter:
                 owner._parameters[name] = self._split[key][1]
             if is_new:
                 self._add_hooks(owner, role)
-        module.register_forward_hook(_wrap_views)
+        # First: other hooks compare the output with what the next module gets.
+        module.register_forward_hook(_wrap_views, prepend=True)
 
     def release(self) -> None:
         """Free the parameters from before."""

@@ -12,6 +12,9 @@ from trimtab.jobs.loss_kernel import find_slopes, score_labels
 
 IGNORE_INDEX = -100
 """Targets with this value have no loss."""
+ALIGNED_ROWS = 64
+"""Rows of a head are padded to a multiple of this on a GPU: loads of 16 bytes need 8, whole tiles 64."""
+HALF_BYTES = 2
 
 
 def token_losses(
@@ -139,15 +142,16 @@ class _SummedLoss(torch.autograd.Function):
         """Return the divided sum; save the gradients of the undivided sum for backward."""
         for_rows, for_weight = (needs_grad and needed for needed in ctx.needs_input_grad[:2])
         wide = torch.promote_types(half, torch.float32)
-        table = weight.to(half)
+        # The kernel has no rule for logits that are split over ranks (DTensor).
+        in_place = (for_rows or for_weight) and teacher_hidden is None and not hasattr(weight, "placements")
+        vocabulary = weight.shape[0]
+        table = align_rows(weight.to(half)) if in_place else weight.to(half)
         total = torch.zeros((), device=rows.device, dtype=wide)
         weight_gradient = None
         row_gradients = []
         teachers: Any = (None,) * pieces
         if teacher_hidden is not None and teacher_shares is not None:
             teachers = zip(teacher_hidden.chunk(pieces), teacher_shares.chunk(pieces), strict=True)
-        # The kernel has no rule for logits that are split over ranks (DTensor).
-        in_place = (for_rows or for_weight) and teacher_hidden is None and not hasattr(weight, "placements")
         for piece, piece_labels, counts, teacher in zip(
             rows.chunk(pieces), labels.chunk(pieces), shares.chunk(pieces), teachers, strict=False
         ):
@@ -155,7 +159,9 @@ class _SummedLoss(torch.autograd.Function):
             with torch.autocast(rows.device.type, enabled=False):
                 slope = logits = narrow @ table.t()
                 if in_place:
-                    losses = torch.ops.trimtab.token_loss_slopes(logits, piece_labels, counts.to(wide))
+                    losses = torch.ops.trimtab.token_loss_slopes(
+                        logits, piece_labels, counts.to(wide), vocabulary
+                    )
                     total = total + losses.sum()
                 else:
                     divergence = teacher_slope = None
@@ -174,6 +180,8 @@ class _SummedLoss(torch.autograd.Function):
                 if for_weight:
                     part = (slope.t() @ narrow).to(wide)
                     weight_gradient = part if weight_gradient is None else weight_gradient + part
+        if weight_gradient is not None and weight_gradient.shape[0] > vocabulary:
+            weight_gradient = weight_gradient[:vocabulary]
         ctx.save_for_backward(torch.cat(row_gradients) if for_rows else None, weight_gradient, divisor)
         ctx.kinds = rows.dtype, weight.dtype
         return total / divisor
@@ -189,6 +197,18 @@ class _SummedLoss(torch.autograd.Function):
             None if weight_gradient is None else (weight_gradient * share).to(weight),
             *(None,) * 9,
         )
+
+
+def align_rows(table: torch.Tensor) -> torch.Tensor:
+    """Return the weights of a head with rows of zeros, so that products with them are fast on a GPU.
+
+    A vocabulary of 50,257 tokens makes rows of logits that no fast load fits. A column of zeros has no loss
+    and no gradient: the kernel does not read it.
+    """
+    spare = -table.shape[0] % ALIGNED_ROWS
+    if not spare or table.device.type != "cuda" or table.element_size() != HALF_BYTES:
+        return table
+    return functional.pad(table, (0, 0, 0, spare))
 
 
 def _teacher_divergence(

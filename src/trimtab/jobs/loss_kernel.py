@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 LIBRARY = torch.library.Library("trimtab", "FRAGMENT")
-LIBRARY.define("token_loss_slopes(Tensor(a!) logits, Tensor labels, Tensor shares) -> Tensor")
+LIBRARY.define("token_loss_slopes(Tensor(a!) logits, Tensor labels, Tensor shares, int columns) -> Tensor")
 """Return cross entropy times share of each row, and write the gradient of that over the logits.
 
-Labels below 0 are taken for 0, so their share must be 0.
+Only the first `columns` of the logits are the vocabulary; the others become 0. Labels below 0 are
+taken for 0, so their share must be 0.
 """
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,27 +47,36 @@ def find_slopes(  # noqa: PLR0913, PLR0917 - what `score_labels` takes and retur
     return slope
 
 
-def overwrite_logits(logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def overwrite_logits(
+    logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor, columns: int
+) -> torch.Tensor:
     """Do what `token_loss_slopes` does, in plain torch."""
-    norm, score = score_labels(logits, labels)
-    logits.copy_(find_slopes(logits, labels, shares, norm, score))
+    entries = logits[:, :columns]
+    norm, score = score_labels(entries, labels)
+    entries.copy_(find_slopes(entries, labels, shares, norm, score))
+    if columns < logits.shape[1]:
+        logits[:, columns:].zero_()
     return (norm - score) * shares
 
 
-def _overwrite_on_cuda(logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def _overwrite_on_cuda(
+    logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor, columns: int
+) -> torch.Tensor:
     # Importing Triton takes a while, and only a GPU needs it.
     from trimtab.jobs.triton_loss import HAS_TRITON, launch
 
     can_launch = HAS_TRITON and logits.dtype in KERNEL_DTYPES and logits.stride(1) == 1
     if not can_launch or not logits.numel():
-        return overwrite_logits(logits, labels, shares)
+        return overwrite_logits(logits, labels, shares, columns)
     losses = torch.empty_like(shares)
-    launch(logits, labels.contiguous(), shares.contiguous(), losses)
+    launch(logits, labels.contiguous(), shares.contiguous(), losses, columns)
     return losses
 
 
-def _know_sizes(logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    del logits, labels
+def _know_sizes(
+    logits: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor, columns: int
+) -> torch.Tensor:
+    del logits, labels, columns
     return torch.empty_like(shares)
 
 

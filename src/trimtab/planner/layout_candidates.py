@@ -311,7 +311,10 @@ def note_other_trainers(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
     if fastest is chosen or saved <= WORTH_A_NOTE or not (is_foreign or layout.pp > 1):
         return
     if not is_foreign:
-        degrees = f"pp={layout.pp},dp_shard={layout.dp_shard}"
+        inner = [
+            f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1
+        ]
+        degrees = ",".join([f"pp={layout.pp}", f"dp_shard={layout.dp_shard}", *inner])
         yield Reason(
             subject="faster",
             value="pipeline",

@@ -70,8 +70,6 @@ class JobTracer:
     cache: bool = True
     is_ahead: bool = False
     """Whether the next way of recomputing may be traced while the search computes."""
-    has_partner: bool = True
-    """Whether a single micro-batch is traced with another one, for later questions."""
     started: float = field(default_factory=monotonic)
     """Moment of `monotonic()` at which the plan was asked for."""
     ends_at: float | None = None
@@ -97,7 +95,8 @@ class JobTracer:
                 cache=self.cache,
                 families=self.families,
                 worker=self.worker,
-                partner=self.has_partner,
+                # A second micro-batch for later questions would delay this one.
+                partner=False,
                 timeout_s=None if self.ends_at is None else self.ends_at - start,
             )
         except JobFailed:
@@ -223,7 +222,7 @@ def _plan_layouts(
     why = f"not traced: there are more than {MOST_TRACED_GPUS:,} GPUs"
     if proposal.is_traced:
         ends_at = max(tracing.started + LAYOUTS_TRACED_S, monotonic() + LEAST_TRACED_S)
-        limited = replace(tracing, is_ahead=False, has_partner=False, ends_at=ends_at)
+        limited = replace(tracing, is_ahead=False, ends_at=ends_at)
         with _open_estimator(question, limited, key, say=say) as estimator:
             made = _trace_layouts(proposal, question, estimator, say_best)
         if made is None or (isinstance(made, TrimtabError) and proposal.needs_search):

@@ -628,7 +628,7 @@ def _refuse_budget(pins: Mapping[str, Any], strategy: Strategy, mesh: Mesh) -> s
 def _list_meshes(layout: Layout, branches: int, pins: Mapping[str, Any]) -> Iterator[tuple[Strategy, Mesh]]:
     """Yield every strategy and mesh for the devices of a layout; inner axes have the degrees of the pins."""
     inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp", "ep")}
-    stages = {name: int(pins[name]) for name in ("pp", "dp_shard") if name in pins}
+    stages = {name: int(pins[name]) for name in ("pp", "dp_shard", "dp_replicate") if name in pins}
     per_node = {len(node.devices) for node in layout.cluster.nodes}
     # Nodes of different sizes count as one: no strategy can make groups of them.
     nodes = len(layout.cluster.nodes) if len(per_node) == 1 else 1

@@ -105,21 +105,17 @@ def make_mesh(  # noqa: PLR0913 - the degrees are named
             found="the GPUs of a stage hold shards or copies of it",
             cure="Use fsdp, hsdp, ddp or pipeline.",
         )
-    if cp * ep > 1:
-        axis = "cp" if cp > 1 else "ep"
-        raise WrongUse(
-            f"{given} --{axis} {max(cp, ep)}", found=NOT_STAGED, cure=f"Leave --{axis} or --pp out."
-        )
     ranks = gpus // pp
     inner = STRATEGIES[usual_strategy(ranks)[0]] if rules.has_schedule else rules
+    if rules.has_schedule and (inner.tensor_refusal(tp) or inner.expert_refusal(ep)):
+        # Only shards can be split further, or hold different experts.
+        inner = STRATEGIES[strategy_by_degrees(replicated=False, sharded=True)]
     mesh = Mesh()
-    if ranks > 1:
-        mesh = inner.mesh(ranks, nodes=nodes // pp if nodes % pp == 0 else 1, tp=tp)
+    if max(ranks, tp, cp, ep) > 1:
+        nodes = nodes // pp if nodes % pp == 0 else 1
+        mesh = inner.mesh(ranks, nodes=nodes, tp=tp, cp=cp, ep=ep)
     mesh = mesh.replace(pp=pp)
     return STAGES.on(mesh), mesh
-
-
-NOT_STAGED = "trimtab does not split sequences, or put experts on different ranks, in a pipeline"
 
 
 def find_training_refusal(setting: Setting) -> Refusal | None:

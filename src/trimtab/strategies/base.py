@@ -379,11 +379,12 @@ class ParallelStrategy(ABC):
         ep: int = 1,
         pp: int | None = None,
         dp_shard: int | None = None,
+        dp_replicate: int | None = None,
     ) -> Iterator[Mesh]:
         """Yield every mesh on all of these GPUs with so many ranks along its inner axes.
 
-        `pp` and `dp_shard` are given if they are fixed; stages are sharded or split only where both are asked
-        for, because each such mesh is traced by itself.
+        `pp`, `dp_shard` and `dp_replicate` are given if they are fixed. Stages are sharded or split only
+        where that is asked for, because each such mesh is traced by itself.
         """
         if ep > 1:
             if self.expert_refusal(ep) is None:

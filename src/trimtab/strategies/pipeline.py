@@ -12,6 +12,8 @@ from trimtab.strategies.base import (
     Refusal,
     Waits,
     Wrapping,
+    explain_context,
+    explain_experts,
     on_mesh,
     usual_strategy,
 )
@@ -39,6 +41,10 @@ SEARCHED_VIRTUAL_STAGES = (2, 4)
 FORWARD_SHARE = 0.25
 """The least part of a micro-batch's time that its forward pass takes: as much as each of recomputation,
 gradients of activations and gradients of weights."""
+STAGES_NOT_GIVEN = Refusal(
+    "it is not said how many stages there are, and so not how many ranks a stage has",
+    "Say it too, as in pp=2.",
+)
 FILLED = 2
 """Micro-batches for each stage that keep all stages busy."""
 
@@ -69,6 +75,18 @@ class PipelineStrategy(ParallelStrategy):
         """Return why the schedule of a setting cannot have its micro-batches; empty if it can."""
         return explain_illegal(find_shape(setting))
 
+    def tensor_refusal(self, tp: int) -> Refusal | None:
+        """Refuse to split layers, unless it is known how many ranks a stage has."""
+        return None if tp == 1 else STAGES_NOT_GIVEN
+
+    def context_refusal(self, cp: int) -> Refusal | None:
+        """Refuse to split sequences, unless it is known how many ranks a stage has."""
+        return None if cp == 1 else STAGES_NOT_GIVEN
+
+    def expert_refusal(self, ep: int) -> Refusal | None:
+        """Refuse different experts, unless it is known how many ranks a stage has."""
+        return None if ep == 1 else STAGES_NOT_GIVEN
+
     def usual_mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Mesh:
         """Return one stage a device."""
         return Mesh(pp=gpus)
@@ -90,13 +108,21 @@ class PipelineStrategy(ParallelStrategy):
         ep: int = 1,
         pp: int | None = None,
         dp_shard: int | None = None,
+        dp_replicate: int | None = None,
     ) -> Iterator[Mesh]:
-        """Yield the meshes with copies of each stage; with a fixed `pp`, those with so many shards of it."""
-        shards = dp_shard or 1
-        if pp is None or shards * tp == 1 or cp * ep > 1:
+        """Yield the meshes with copies of each stage; with a fixed `pp`, the one with so many shards of it.
+
+        If the ranks of a stage split layers or sequences, or hold different experts, all others hold shards.
+        """
+        if pp is None or max(dp_shard or 1, tp, cp, ep) == 1:
             yield from super().meshes_within(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp, ep=ep)
-        elif pp > 1 and gpus % (pp * shards * tp) == 0:
-            yield Mesh(pp=pp, dp_shard=shards, tp=tp, dp_replicate=gpus // (pp * shards * tp))
+            return
+        ranks, left = divmod(gpus, pp * tp * cp)
+        if pp == 1 or left:
+            return
+        shards = dp_shard or ranks // (dp_replicate or 1)
+        if shards and ranks % shards == 0 and shards * cp % ep == 0:
+            yield Mesh(pp=pp, dp_shard=shards, tp=tp, cp=cp, ep=ep, dp_replicate=ranks // shards)
 
     def resized(self, mesh: Mesh, ranks: int, *, nodes: int = 1, branches: int = 0) -> tuple[Strategy, Mesh]:
         """Return as many stages as until now, or fewer on fewer ranks; else shards.
@@ -184,7 +210,7 @@ class PipelineStrategy(ParallelStrategy):
         stages = tuple(StageTimes(*seconds) for seconds in zip(*kinds, strict=True))
         alone = simulate_step(shape, stages)
         rank = passes[slowest].trace.part
-        send_s = links.send_s(first.trace.handed_bytes, setting.mesh.data_parallel)
+        send_s = links.send_s(first.trace.handed_bytes, setting.mesh.size // setting.mesh.pp)
         sent = simulate_step(shape, stages, send_s)
         return Waits(max(0.0, alone.total_s - alone.busy_s[rank]), max(0.0, sent.total_s - alone.total_s))
 
@@ -204,14 +230,18 @@ class PipelineStrategy(ParallelStrategy):
         """Return the stages, their copies and their shards: pipeline of 2 stages x 2, or x 2 shards."""
         copies = f" x {mesh.dp_replicate}" * (mesh.dp_replicate > 1)
         shards = f" x {mesh.dp_shard} shards" * (mesh.dp_shard > 1)
-        return f"pipeline of {mesh.pp} stages{copies}{shards}{f' x tp {mesh.tp}' * (mesh.tp > 1)}"
+        inner = "".join(
+            f" x {axis} {getattr(mesh, axis)}" for axis in ("cp", "tp") if getattr(mesh, axis) > 1
+        )
+        experts = f" with ep {mesh.ep}" * (mesh.ep > 1)
+        return f"pipeline of {mesh.pp} stages{copies}{shards}{inner}{experts}"
 
     def explain(self, mesh: Mesh) -> str:
         """Say in how many stages the layers are cut."""
         copies = f", each on {mesh.dp_replicate} GPUs" * (mesh.dp_replicate > 1)
-        shards = f"; weights, gradients and optimizer state of a stage are cut in {mesh.dp_shard}"
-        cut = shards * (mesh.dp_shard > 1) + explain_tensor_ranks(mesh)
-        return f"the layers are cut in {mesh.pp} stages{copies}{cut}"
+        shards = f"; weights, gradients and optimizer state of a stage are cut in {mesh.shards}"
+        inner = explain_context(mesh) + explain_tensor_ranks(mesh) + explain_experts(mesh)
+        return f"the layers are cut in {mesh.pp} stages{copies}{shards * (mesh.shards > 1)}{inner}"
 
     def config_form(self, setting: Setting) -> Setting:
         """Return the strategy of the ranks of a stage, beside which frameworks have a degree of stages."""
@@ -222,22 +252,28 @@ class PipelineStrategy(ParallelStrategy):
 
 
 class ShardedPipelineStrategy(PipelineStrategy):
-    """Stages whose weights, gradients and optimizer state are cut over several ranks each, by FSDP2."""
+    """Stages whose weights, gradients and optimizer state are cut over several ranks each, by FSDP2.
+
+    These ranks may also split layers or sequences between them, or hold different experts.
+    """
 
     wrapping = Wrapping.STAGE_SHARDS
+
+    def tensor_refusal(self, tp: int) -> Refusal | None:
+        """Let the ranks of a stage split its layers."""
+        return None
+
+    def context_refusal(self, cp: int) -> Refusal | None:
+        """Let the ranks of a stage split sequences."""
+        return None
+
+    def expert_refusal(self, ep: int) -> Refusal | None:
+        """Let the ranks of a stage hold different experts."""
+        return None
 
     def on(self, mesh: Mesh) -> ParallelStrategy:
         """Return the strategy of whole stages, where a rank holds all of its stage."""
         return self if mesh.shards * mesh.tp > 1 else STAGES
-
-    def tensor_refusal(self, tp: int) -> Refusal | None:
-        """Refuse to split the layers of a stage."""
-        if tp == 1:
-            return None
-        return Refusal(
-            "stages send each other whole activations, and ranks that split layers have parts of them",
-            "Use dp_shard instead of tp, or fsdp with tp, or torchtitan.",
-        )
 
     def traced_as(self, mesh: Mesh) -> tuple[Strategy, Mesh]:
         """Return the same shards of each stage; two replicas stand for any number."""
@@ -257,14 +293,16 @@ class ShardedPipelineStrategy(PipelineStrategy):
         width = traffic.gradient_bytes / max(1, trace.trainable)
         shared = int(trace.shared * width / ranks)
         summed = traffic.links.all_reduce_s(shared, mesh.pp, apart=ranks * mesh.dp_replicate)
-        return find_shards_s(traffic) + traffic.within_layers_s() + summed
+        return find_shards_s(traffic) + traffic.within_layers_s() + traffic.experts_s() + summed
 
     def _share_stage(self, stages: Mesh, mesh: Mesh, ranks: int) -> Mesh:
         """Return stages that are split as until now where the ranks allow it; all others hold shards."""
         tp = mesh.tp if ranks % mesh.tp == 0 else 1
-        shards = ranks // tp
+        cp = mesh.cp if ranks % (tp * mesh.cp) == 0 else 1
+        shards = ranks // (tp * cp)
         copies = mesh.dp_replicate if shards % mesh.dp_replicate == 0 else 1
-        return stages.replace(tp=tp, dp_shard=shards // copies, dp_replicate=copies)
+        shared = stages.replace(tp=tp, cp=cp, dp_shard=shards // copies, dp_replicate=copies)
+        return shared.replace(ep=mesh.ep if shared.shards % mesh.ep == 0 else 1)
 
     def weight_shares(self, mesh: Mesh) -> int | None:
         """Return the number of stages times their shards."""

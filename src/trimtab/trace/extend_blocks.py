@@ -277,6 +277,10 @@ class _Extension:
         self.inserted_turns: dict[tuple[int, int], int] = {}
         """By zone and place: the turn that counts as the inserted one."""
         self.marks: dict[str, int] = {}
+        self.spots = [self._find_spot(at) for at in range(len(self.more.entries) + 1)]
+        """Place of each position of the longer trace in its zone."""
+        self.copied: dict[int, tuple[bool, AllocationRef | None]] = {}
+        """By position in the longer trace: whether the entry was inserted, and what it refers to."""
 
     def extend(self) -> Trace:
         """Return the extended trace."""
@@ -382,6 +386,9 @@ class _Extension:
         return left + self.put_before[count]
 
     def _spot(self, at: int) -> Spot | None:
+        return self.spots[at] if at >= 0 else None
+
+    def _find_spot(self, at: int) -> Spot | None:
         index = bisect_right(self.zones, at, key=lambda zone: zone.start) - 1
         if index < 0 or at >= self.zones[index].end:
             return None
@@ -465,8 +472,12 @@ class _Extension:
         inserted = self.inserted_turns[spot.zone, spot.place]
         more_turns = min(max(0, spot.turn - inserted), self.extra)
         at = self._position(spot._replace(turn=spot.turn - more_turns))
-        copies = more_turns if self._partner(at) is None else 0
-        entry, reference = self.more.entries[at], self._reference(at)
+        if at not in self.copied:
+            # The same entry is repeated for every additional block.
+            self.copied[at] = self._partner(at) is None, self._reference(at)
+        is_inserted, reference = self.copied[at]
+        copies = more_turns if is_inserted else 0
+        entry = self.more.entries[at]
         assert isinstance(entry, int)  # noqa: S101 - phases begin once
         if entry >= 0 and reference is not None:
             self.repeated[spot] = self._add_allocation(entry, self.more.trace.sizes[entry])

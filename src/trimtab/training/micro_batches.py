@@ -31,7 +31,7 @@ from trimtab.spec import BatchLoss
 from trimtab.strategies import STRATEGIES
 from trimtab.training import optimizer_step
 from trimtab.training.loading import move_to_device
-from trimtab.training.oom_recovery import is_out_of_memory
+from trimtab.training.oom_recovery import is_out_of_memory, restarts_after_oom
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -504,7 +504,7 @@ class SplitGuard:
         # All ranks may have started again with less, after one of them ran out of memory.
         is_smaller = prepared is not None and prepared.fitter.sizes.current < setting.micro_batch
         is_split = setting.accumulation > 1 or self._stepper.groups.data_parallel > 1
-        return is_split or (is_smaller and setting.mesh.tp > 1)
+        return is_split or (is_smaller and restarts_after_oom(setting.mesh))
 
     def check_statement(self) -> None:
         """Raise WrongUse if the setting splits the batch of a job that says it cannot be split."""

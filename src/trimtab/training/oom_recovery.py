@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trimtab.spec import Estimate, Setting
+    from trimtab.spec import Estimate, Mesh, Setting
 
 
 RETRY_AFTER_STEPS = 50
@@ -125,10 +125,19 @@ class RestartWithSmaller(Exception):  # noqa: N818 - it asks for a restart, and 
 
     def __init__(self, why: str, size: int) -> None:
         super().__init__(
-            f"{why}; the ranks that split this layer with it cannot repeat the step: all ranks must start "
-            f"again from the last checkpoint, with {plural(size, 'sample')} at once"
+            f"{why}; other ranks wait for it in the middle of a layer and cannot repeat the step: all ranks "
+            f"must start again from the last checkpoint, with {plural(size, 'sample')} at once"
         )
         self.why, self.size = why, size
+
+
+def restarts_after_oom(mesh: Mesh) -> bool:
+    """Return whether ranks start again after one of them ran out of memory, as they cannot repeat the step.
+
+    Ranks that split layers wait inside of them. Ranks that split sequences or hold different experts go on
+    with zeros instead, but not in a pipeline: there, passes of several micro-batches alternate.
+    """
+    return mesh.tp > 1 or (mesh.pp > 1 and mesh.cp * mesh.ep > 1)
 
 
 SMALLER_SIZE = "micro-batch.json"

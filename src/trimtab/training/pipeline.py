@@ -4,8 +4,9 @@ Stages send each other a header, which the host reads, and then the tensor. A ra
 another one in the order in which they were sent, and stores those that it needs later. A rank that runs out
 of memory frees its tensors and continues with headers that say so, so that every rank finishes the window and
 learns of the failure from the step status. If ranks of a stage hold shards, it also joins the collectives of
-all further passes, because the others of its stage run them. A rank with another error sends its message to
-its neighbours and ends.
+all further passes, because the others of its stage run them. If they wait for each other inside of layers
+(tensor, context and expert parallelism), it leaves the schedule instead, and all ranks start again. A rank
+with another error sends its message to its neighbours and ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.engine.gradients import StagePass
-from trimtab.engine.pipeline_stage import StageSchedule
+from trimtab.engine.pipeline_stage import StageLayout, StageSchedule, unwrap_output, wrap_input
 from trimtab.engine.weight_gradients import WeightGradients, flush_weight_gradients
 from trimtab.errors import NothingFits
 from trimtab.spec import Schedule
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_DIMS = 8
-_HEADER_FIELDS = 7
+_HEADER_FIELDS = 9
 _HEADER_LENGTH = _HEADER_FIELDS + _MAX_DIMS
 _TENSOR, _FAILED, _FATAL = 0, 1, 2
 """State of the sender in a header: a tensor follows; this attempt failed; the rank ends with an error."""
@@ -47,6 +48,10 @@ _MAX_REPORT_BYTES = 2000
 
 class OtherStageFailed(Exception):  # noqa: N818 - it reads as a sentence in `raise`
     """Another stage failed in this attempt."""
+
+
+class ScheduleLeft(Exception):  # noqa: N818 - as above
+    """This rank ran out of memory while others wait for it inside of a layer: all ranks must start again."""
 
 
 class NeighbourFailed(RuntimeError):  # noqa: N818 - as above
@@ -90,6 +95,16 @@ class PassKey(NamedTuple):
     number: int
 
 
+class StageMessage(NamedTuple):
+    """What another rank has sent."""
+
+    tensor: torch.Tensor | None = None
+    """None if that rank failed."""
+    needs_gradient: bool = False
+    layout: StageLayout | None = None
+    """How ranks that split layers hold it; None if none do."""
+
+
 class PipelineRunner:
     """Runs the passes of the stages of one rank, and exchanges tensors with other ranks."""
 
@@ -99,7 +114,10 @@ class PipelineRunner:
         device: torch.device,
         schedule: Schedule = Schedule.ONE_F_ONE_B,
         virtual_stages: int = 1,
+        *,
+        restarts: bool = False,
     ) -> None:
+        """Connect the stages of a rank; with `restarts`, all ranks start again if one is out of memory."""
         self.relay: BlockRelay
         """The relay of the stages of this rank; set when the stages are installed."""
         self.gradients: Gradients
@@ -114,7 +132,7 @@ class PipelineRunner:
         self._back = dist.new_group() if device.type == "cuda" else None
         self._sent: list[tuple[Any, torch.Tensor]] = []
         """Sends in progress, with their tensors, which must stay alive until they arrive."""
-        self._early: dict[tuple[bool, PassKey], tuple[torch.Tensor | None, bool]] = {}
+        self._early: dict[tuple[bool, PassKey], StageMessage] = {}
         """Messages that arrived before they were needed, by kind and place."""
         self._outputs: dict[PassKey, torch.Tensor] = {}
         """Output of each forward pass: the loss, or the activations for the next stage."""
@@ -131,6 +149,7 @@ class PipelineRunner:
         self._received = False
         """Whether the current forward pass has received its input from the previous stage."""
         self._failure: PipelineFailure | None = None
+        self._restarts = restarts
         self._runs_pass = False
         """Whether this rank takes part in the collectives of the current pass by running it."""
 
@@ -173,6 +192,8 @@ class PipelineRunner:
                     self._backward(micro_batch, key, backward)
                 self._exit_pass(micro_batch, stage_pass)
             self._wait_for_sends()
+        except ScheduleLeft:
+            self._sent = []
         except Exception as error:
             self._report_failure(error)
             raise
@@ -226,7 +247,7 @@ class PipelineRunner:
                 self._pass, self._received = PassKey(stage, 0), False
                 output = self.relay.run(compute, place)
                 if not self._is_last(stage):
-                    self._send_tensor(False, PassKey(stage + 1, 0), output)
+                    self._send_tensor(False, PassKey(stage + 1, 0), *unwrap_output(output))
             self._wait_for_sends()
         except Exception as error:
             self._report_failure(error)
@@ -249,6 +270,8 @@ class PipelineRunner:
             output.backward(gradient)
 
         failure = self.run([SingleMicroBatch()], forward, backward, completes=False)
+        if failure is not None and self._restarts:
+            raise RuntimeError(f"{failure.why}; other ranks wait for this one inside of a layer")
         return outputs[-1] if failure is None and self._groups.is_last_stage else None
 
     def find_stage(self, module: str) -> tuple[int, int]:
@@ -268,30 +291,30 @@ class PipelineRunner:
     def receive(self, _: torch.Tensor) -> torch.Tensor:
         """Return the activations from the previous stage, as the leaf of a new graph."""
         self._received = True
-        received, needs_gradient = self._receive_tensor(False, self._pass)
+        received, needs_gradient, layout = self._receive_tensor(False, self._pass)
         if received is None:
             raise OtherStageFailed
         if needs_gradient:
             self._owed_gradients.add(self._pass)
             self._inputs[self._pass] = received.requires_grad_()
-        return received
+        return wrap_input(received, layout, self.relay.tensor_mesh)
 
     def _is_last(self, stage: int) -> bool:
         return stage == self._shape.stages - 1
 
     def _forward(self, micro_batch: P, key: PassKey, forward: Callable[[P, int], torch.Tensor]) -> None:
         self._pass, self._received = key, False
-        output = None
+        output, layout = None, None
         if self._failure is None:
             try:
-                output = forward(micro_batch, key.stage // self._shape.ranks)
+                output, layout = unwrap_output(forward(micro_batch, key.stage // self._shape.ranks))
             except Exception as error:  # noqa: BLE001 - _fail() raises what it cannot handle
                 self._fail(micro_batch, error)
         if self._failure is not None:
             # Tell the next stage of the failure, and still receive what the previous stage has sent.
             output = None
             if key.stage and not self._received:
-                received, needs_gradient = self._receive_tensor(False, key)
+                received, needs_gradient, _ = self._receive_tensor(False, key)
                 if received is not None and needs_gradient:
                     self._owed_gradients.add(key)
         else:
@@ -299,7 +322,7 @@ class PipelineRunner:
             self._outputs[key] = output
         if self._is_last(key.stage):
             return
-        self._send_tensor(False, key._replace(stage=key.stage + 1), output)
+        self._send_tensor(False, key._replace(stage=key.stage + 1), output, layout)
         if output is not None and output.requires_grad:
             self._expected_gradients.add(key)
 
@@ -312,7 +335,7 @@ class PipelineRunner:
         gradient = None
         self._pass = key
         if key in self._expected_gradients:
-            gradient, _ = self._receive_tensor(True, key)
+            gradient = self._receive_tensor(True, key).tensor
             if gradient is None and self._failure is None:
                 self._fail(micro_batch, OtherStageFailed())
         output, received = self._outputs.pop(key, None), self._inputs.pop(key, None)
@@ -364,6 +387,8 @@ class PipelineRunner:
         )
         error.__traceback__ = None
         self._free_tensors()
+        if self._restarts:
+            raise ScheduleLeft from None
         self._leave_pass()
 
     def _free_tensors(self) -> None:
@@ -380,7 +405,13 @@ class PipelineRunner:
     def _choose_group(self, source: int, target: int) -> Any:
         return None if source < target else self._back
 
-    def _send_tensor(self, is_gradient: bool, key: PassKey, tensor: torch.Tensor | None) -> None:
+    def _send_tensor(
+        self,
+        is_gradient: bool,
+        key: PassKey,
+        tensor: torch.Tensor | None,
+        layout: StageLayout | None = None,
+    ) -> None:
         """Send a header and the tensor to the rank of a stage, without waiting; None: this rank failed."""
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         header[0] = _FAILED if tensor is None else _TENSOR
@@ -390,6 +421,7 @@ class PipelineRunner:
             header[4] = tensor.dim()
             header[5] = DTYPES.index(tensor.dtype)
             header[6] = int(tensor.requires_grad)
+            header[7], header[8] = _encode_layout(layout)
             header[_HEADER_FIELDS : _HEADER_FIELDS + tensor.dim()] = torch.tensor(tensor.shape)
         to = self._find_rank(key.stage)
         self._send(header, to, None)
@@ -400,8 +432,8 @@ class PipelineRunner:
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
         self._sent.append((dist.isend(tensor, to, group=group), tensor))
 
-    def _receive_tensor(self, is_gradient: bool, key: PassKey) -> tuple[torch.Tensor | None, bool]:
-        """Return another rank's tensor (None if it failed), and whether it needs a gradient."""
+    def _receive_tensor(self, is_gradient: bool, key: PassKey) -> StageMessage:
+        """Return another rank's message about a pass."""
         wanted = (is_gradient, key)
         while wanted not in self._early:
             of = self._find_rank(key.stage + 1 if is_gradient else key.stage - 1)
@@ -409,21 +441,22 @@ class PipelineRunner:
             self._early[found] = content
         return self._early.pop(wanted)
 
-    def _receive_next(self, of: int) -> tuple[tuple[bool, PassKey], tuple[torch.Tensor | None, bool]]:
+    def _receive_next(self, of: int) -> tuple[tuple[bool, PassKey], StageMessage]:
         """Receive the next message of a rank."""
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         dist.recv(header, of)
-        state, is_gradient, stage, number, dims, dtype, needs_gradient, *shape = header.tolist()
+        state, is_gradient, stage, number, dims, dtype, needs_gradient, *rest = header.tolist()
         if state == _FATAL:
             message = torch.zeros(dims, dtype=torch.uint8)
             dist.recv(message, of)
             raise NeighbourFailed(dtype, bytes(message.tolist()).decode(errors="replace"))
         place = bool(is_gradient), PassKey(stage, number)
         if state == _FAILED:
-            return place, (None, False)
+            return place, StageMessage()
+        kind, size, *shape = rest
         tensor = self._allocate(tuple(shape[:dims]), DTYPES[dtype])
         dist.recv(tensor, of, group=self._choose_group(of, dist.get_rank()))
-        return place, (tensor, bool(needs_gradient))
+        return place, StageMessage(tensor, bool(needs_gradient), _decode_layout(kind, size))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a receive buffer; free other tensors if needed: a tensor already sent must be received."""
@@ -434,6 +467,8 @@ class PipelineRunner:
                 raise
             self._free_tensors()
             self._failure = self._failure or PipelineFailure(self._pass.number, f"out of memory: {error}")
+            if self._restarts:
+                raise ScheduleLeft from None
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _wait_for_sends(self) -> None:
@@ -465,3 +500,15 @@ class PipelineRunner:
             with contextlib.suppress(Exception):
                 work.wait(timedelta(seconds=_REPORT_S))
         self._sent = []
+
+
+def _encode_layout(layout: StageLayout | None) -> tuple[int, int]:
+    """Return a layout as two numbers of a header: 0 without one, 1 for copies, 2 + dimension for parts."""
+    if layout is None:
+        return 0, 0
+    return 1 if layout.dim is None else 2 + layout.dim, layout.size
+
+
+def _decode_layout(kind: int, size: int) -> StageLayout | None:
+    """Return the layout that a header has; None if there is none."""
+    return StageLayout(kind - 2 if kind > 1 else None, size) if kind else None

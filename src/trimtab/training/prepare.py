@@ -36,7 +36,12 @@ from trimtab.spec.precision import FLOAT32
 from trimtab.strategies import strategy_of
 from trimtab.training import process_group
 from trimtab.training.loading import rank_slice_bounds
-from trimtab.training.oom_recovery import MemoryGauge, MicroBatchFitter, MicroBatchSizes
+from trimtab.training.oom_recovery import (
+    MemoryGauge,
+    MicroBatchFitter,
+    MicroBatchSizes,
+    restarts_after_oom,
+)
 from trimtab.training.optimizer_step import OptimizerStep
 from trimtab.training.pipeline import PipelineRunner
 from trimtab.training.process_group import (
@@ -259,7 +264,13 @@ class _StageInstaller:
 
     def __init__(self, groups: RankGroups, device: torch.device, setting: Setting) -> None:
         self._groups = groups
-        self.pipe = PipelineRunner(groups, device, setting.schedule, setting.virtual_stages)
+        self.pipe = PipelineRunner(
+            groups,
+            device,
+            setting.schedule,
+            setting.virtual_stages,
+            restarts=restarts_after_oom(setting.mesh),
+        )
 
     def __call__(self, model: nn.Module, split: StageSplit) -> BlockRelay:
         groups, pipe = self._groups, self.pipe

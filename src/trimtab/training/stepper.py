@@ -28,7 +28,12 @@ from trimtab.training import optimizer_step
 from trimtab.training import prepare as prepare_module
 from trimtab.training.loading import Window, copy_batch, rank_slice_bounds, wrap_batch
 from trimtab.training.micro_batches import CachedSteps, MicroBatch, SplitGuard, StepOutcome
-from trimtab.training.oom_recovery import RestartWithSmaller, SizeChange, is_out_of_memory
+from trimtab.training.oom_recovery import (
+    RestartWithSmaller,
+    SizeChange,
+    is_out_of_memory,
+    restarts_after_oom,
+)
 from trimtab.training.optimizer_step import LossScale, OptimizerInterrupted, StepStatus, initial_scale
 
 if TYPE_CHECKING:
@@ -241,7 +246,7 @@ class Stepper:
         Return whether this rank repeats the attempt alone, and the index of the micro-batch to report as
         failed; None if it is not repeated, because weights have been updated already.
         """
-        if self.groups.tensor_parallel > 1 and self.world.size > 1:
+        if restarts_after_oom(self.setting.mesh) and self.world.size > 1:
             self._restart_smaller(prepared, window, micro_batch)
         interrupted = has_updated(prepared)
         self._recover(prepared, window, micro_batch)
@@ -689,7 +694,7 @@ class Stepper:
             raise NothingFits(
                 f"optimizer step {window.step} on {self.world.size} processes",
                 found=f"one sample at once ran out of memory; {why}",
-                cure="Use a larger tp, more recomputation, or devices with more memory.",
+                cure="Use a larger tp, cp or pp, more recomputation, or devices with more memory.",
             )
         raise RestartWithSmaller(why, change.sizes.current)
 
