@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test soak check format setup clean
+.PHONY: help demo test soak check format setup clean release-check docs
 
 help:
 	@echo "make demo    install what is needed, then show trimtab at work on this machine"
 	@echo "make test    install what is needed, then run the tests"
 	@echo "make check   ruff, mypy --strict and the floor test"
 	@echo "make soak    the slow tests alone"
+	@echo "make release-check  build the packages, install them into clean environments, run the README"
+	@echo "make docs    the documentation as a static site in site/"
 	@echo "make setup   only install (into $(VENV))"
 	@echo "make format  let ruff rewrite the source"
 	@echo "make clean   remove $(VENV) and caches"
@@ -60,6 +62,14 @@ check: $(READY)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_floors.py
+
+release-check: $(READY)
+	@$(BIN)/python bench/release.py --keep dist
+
+docs: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open site/index.html"
 
 format: $(READY)
 	@$(BIN)/ruff check --fix .

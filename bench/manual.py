@@ -56,6 +56,10 @@ KINDS = {
 VARIABLES = (
     ("TRIMTAB_CACHE", "folder for cached traces and tokens; default: `trimtab` in your cache folder"),
     (
+        "TRIMTAB_SHARE_GPU",
+        "1: several processes of `trimtab train` share a GPU through gloo, for a rehearsal",
+    ),
+    (
         "TRIMTAB_CALIBRATIONS",
         "folder for the measurements of `trimtab calibrate`; default: your data folder",
     ),

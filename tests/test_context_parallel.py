@@ -537,8 +537,9 @@ def test_pins_give_a_mesh_of_processes_that_split_sequences() -> None:
         build_cpu_setting(workload, 4, {"cp": 3})
     with pytest.raises(WrongUse, match="does not compile"):
         build_cpu_setting(workload, 4, {"cp": 2, "compile": True})
-    with pytest.raises(WrongUse, match="do not split sequences"):
+    with pytest.raises(WrongUse, match="how many stages"):
         build_cpu_setting(workload, 4, {"cp": 2, "strategy": "pipeline"})
+    assert build_cpu_setting(workload, 4, {"cp": 2, "pp": 2}).mesh == Mesh(pp=2, cp=2)
 
 
 def test_fewer_processes_keep_sequences_split_if_they_can() -> None:

@@ -103,3 +103,17 @@ def test_every_job_in_the_documentation_trains(match: re.Match[str], tmp_path: P
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("iter ") == 3
+
+
+def test_the_site_has_every_page_and_links_that_hold_there() -> None:
+    """`make docs` fails at a broken link; this finds pages that the site's menu lacks without building it."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- [^:]+: (\w+\.md)$", text, re.MULTILINE)
+    pages = {page.name for page in PAGES[1:]} | {"index.md", "CHANGELOG.md", "SECURITY.md"}
+    assert set(listed) == pages
+    assert len(listed) == len(pages)
+    for page in (*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"):
+        for target in LINK.findall(page.read_text(encoding="utf-8")):
+            name = target.partition("#")[0].rpartition("/")[2]
+            kept = name in pages | {"README.md", "CITATION.cff", "LICENSE", "candidates.svg", ""}
+            assert target.startswith("http") or kept, f"{page.name}: {target}"

@@ -13,7 +13,7 @@ import trimtab
 from shared_jobs import shared_job
 from trimtab.catalog.clusters import parse_cluster
 from trimtab.engine.build import EntryPoints, find_entries, find_repeated_blocks, find_shard_units
-from trimtab.engine.fsdp import choose_shard_placement, move_module
+from trimtab.engine.fsdp import choose_shard_placement, make_device_mesh, move_module
 from trimtab.engine.gradients import LocalGradients
 from trimtab.engine.step import prepare_job, run_step
 from trimtab.predict.derive import add_buckets, bucket_sizes
@@ -397,3 +397,11 @@ def test_a_check_of_the_order_of_two_tensors_is_taken_to_hold(tmp_path: Path) ->
     file.write_text(text, encoding="utf-8")
     found = trimtab.estimate(f"{file}:Checked", "H100", precision="fp32", micro_batch=2)
     assert any("taken to hold" in assumption for assumption in found.assumptions)
+
+
+def test_a_mesh_is_made_for_the_kind_of_a_device_that_has_an_index(tmp_path: Path) -> None:
+    # torch refuses cuda:0 for a mesh; ranks on GPUs have such names.
+    setting = Setting(strategy=Strategy.FSDP, mesh=Mesh(dp_shard=1), micro_batch=1, global_batch=1)
+    with world_of(1, 0, tmp_path / "store"):
+        mesh, _, _ = make_device_mesh(setting, "cpu:0")
+        assert mesh.device_type == "cpu"

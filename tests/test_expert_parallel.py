@@ -238,7 +238,7 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
         (Strategy.FSDP, {"offload": (Offload.ACTIVATIONS,)}, "ep 2 with offload activations"),
         (Strategy.FSDP, {"base": BaseFormat.NF4}, "ep 2 with base nf4"),
         (Strategy.FSDP, {"sync_batchnorm": True}, "ep 2 with sync_batchnorm"),
-        (Strategy.PIPELINE, {}, "only the ranks of fsdp or hsdp hold different experts"),
+        (Strategy.DDP, {}, "only the ranks of fsdp or hsdp hold different experts"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_refused(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 PATIENCE_S = 240.0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ExploreServer]:
-    """A page on a port of its own."""
-    opened = open_explorer(ExploreRequest("slm:tiny", "H100", price=2.0))
+@contextmanager
+def serve(request: ExploreRequest) -> Iterator[ExploreServer]:
+    """Serve a page on a port of its own."""
+    opened = open_explorer(request)
     thread = threading.Thread(target=opened.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     yield opened
@@ -47,6 +47,12 @@ def server() -> Iterator[ExploreServer]:
     thread.join()
     opened.server_close()
     opened.explorer.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ExploreServer]:
+    with serve(ExploreRequest("slm:tiny", "H100", price=2.0)) as opened:
+        yield opened
 
 
 def send(
@@ -262,7 +268,7 @@ def test_a_port_in_use_is_an_error_with_the_fix() -> None:
         with pytest.raises(EnvironmentFault, match="another program uses it") as caught:
             open_explorer(ExploreRequest("slm:tiny", "H100", port=port))
     assert f"--port {port}" in caught.value.given
-    with pytest.raises(EnvironmentFault, match="cannot be opened"):
+    with pytest.raises(WrongUse, match="ports are 0 to 65535"):
         open_explorer(ExploreRequest("slm:tiny", "H100", port=70_000))
 
 
@@ -318,6 +324,63 @@ def test_the_queue_does_the_newest_first_and_raises_errors_once() -> None:
     finally:
         go.set()
         queue.close()
+
+
+SMALL_LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "vocab_size": 4096,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_adapters_on_a_quantised_base_and_a_job_file_can_be_explored(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_LLAMA), encoding="utf-8")
+    with serve(ExploreRequest(f"hf:{tmp_path}", "RTX 4090", options={"seq": 128})) as server:
+        plain = wait(server, device="RTX 4090", micro_batch=4)
+        assert plain["status"] == "ready"
+        adapted = wait(server, device="RTX 4090", micro_batch=4, lora=8)
+        assert adapted["command"].endswith("--seq 128 --lora 8")
+        assert bytes_of(adapted, "optimizer") < bytes_of(plain, "optimizer") / 4
+        stored = wait(server, device="RTX 4090", micro_batch=4, lora=8, base="nf4")
+        assert "--base nf4" in stored["command"]
+        assert bytes_of(stored, "weights") < bytes_of(adapted, "weights")
+        # Weights that are trained cannot be stored in 4 bits: the page says what to do.
+        refused = wait(server, device="RTX 4090", micro_batch=4, base="nf4")
+        assert refused["status"] == "refused"
+        assert "lora" in refused["error"]["cure"].lower()
+    job = tmp_path / "mine.py"
+    job.write_text(JOB_FILE, encoding="utf-8")
+    with serve(ExploreRequest(f"{job}:Mine", "RTX 4090")) as server:
+        answer = wait(server, device="RTX 4090", micro_batch=2)
+        assert answer["status"] == "ready"
+        assert answer["command"].startswith(f"trimtab estimate {job}:Mine")
+
+
+def bytes_of(answer: dict[str, Any], name: str) -> float:
+    return next((float(part["value"]) for part in answer["memory"]["parts"] if part["name"] == name), 0.0)
+
+
+JOB_FILE = """
+import torch
+from torch import nn
+
+
+class Mine:
+    global_batch, samples = 16, 1000
+
+    def model(self):
+        net = nn.Module()
+        net.layer = nn.Linear(64, 64)
+        net.forward = lambda x: net.layer(x)
+        return net
+
+    def batch(self, size):
+        return torch.randn(size, 64)
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+"""
 
 
 @pytest.mark.slow

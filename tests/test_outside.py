@@ -10,6 +10,8 @@ from collections import Counter
 
 import pytest
 
+import trimtab
+from trimtab.catalog.tables import devices, public_steps
 from trimtab.errors import WrongUse
 from trimtab.exams.outside import (
     FAR_STEP,
@@ -18,12 +20,14 @@ from trimtab.exams.outside import (
     VERDICT,
     OutsideResult,
     answer_row,
+    compare_devices,
     make_layout,
     make_shape,
     read_facts,
     read_rows,
     run_outside,
 )
+from trimtab.predict.estimate import describe_public_steps
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +136,25 @@ def test_unknown_sources_and_other_options_are_refused() -> None:
     with pytest.raises(WrongUse, match="vTrain"):
         run_outside("vtrain")
     assert "Leave them out" in run("--only", "gpt-*").stderr
+
+
+def test_the_catalogue_has_what_published_steps_took_with_nothing_fitted() -> None:
+    compared = compare_devices()
+    # Estimates for an H200 use its own calibration.
+    del compared["H200 SXM 141GB"]
+    assert compared == {row.name: row.sources for row in public_steps()}
+    names = {device.name for device in devices()}
+    assert compared.keys() <= names
+
+
+def test_an_estimate_shows_the_public_measurements_of_its_gpu() -> None:
+    (note,) = describe_public_steps(trimtab.cluster("H100").devices[0])
+    assert note == (
+        "time: 80 public measurements on this GPU took 0.89 to 1.46 times as long as predicted "
+        "(medians of 5 sources)"
+    )
+    (alone,) = describe_public_steps(trimtab.cluster("MI300X").devices[0])
+    assert alone.endswith("took 1.86 times as long as predicted (median of one source)")
+    # Two rows are too few, and other GPUs have none.
+    assert describe_public_steps(trimtab.cluster("GB200").devices[0]) == []
+    assert describe_public_steps(trimtab.cluster("T4").devices[0]) == []

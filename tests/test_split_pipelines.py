@@ -21,7 +21,7 @@ from trimtab.training.evaluation import evaluate_run
 from trimtab.training.run import Run
 from worlds import everywhere
 
-WIDTH, TOKENS, WORDS, HEADS, EXPERTS, SAMPLES, STEPS = 16, 8, 32, 4, 4, 8, 3
+WIDTH, TOKENS, WORDS, HEADS, EXPERTS, SAMPLES, STEPS = 16, 8, 32, 4, 4, 8, 2
 DOUBLE, SINGLE = torch.float64, torch.float32
 
 
@@ -119,7 +119,6 @@ class ExpertJob(DenseJob):
 JOBS: dict[str, Any] = {"dense": DenseJob, "experts": ExpertJob}
 CP = {"cp_method": ContextMethod.ALL_TO_ALL}
 FOUR_RANKS: list[tuple[str, torch.dtype, dict[str, int], dict[str, Any]]] = [
-    ("dense", DOUBLE, {"tp": 2}, SCHEDULES["1f1b"]),
     ("dense", DOUBLE, {"tp": 2}, SCHEDULES["interleaved"]),
     ("dense", DOUBLE, {"tp": 2}, SCHEDULES["zero bubble"]),
     ("dense", SINGLE, {"tp": 2}, SCHEDULES["interleaved"]),
@@ -127,7 +126,6 @@ FOUR_RANKS: list[tuple[str, torch.dtype, dict[str, int], dict[str, Any]]] = [
     ("dense", DOUBLE, {"cp": 2}, SCHEDULES["interleaved"] | CP),
     ("dense", SINGLE, {"cp": 2}, SCHEDULES["zero bubble"]),
     ("experts", DOUBLE, {"dp_shard": 2, "ep": 2}, {"recompute": Recompute.FULL}),
-    ("experts", DOUBLE, {"dp_shard": 2, "ep": 2}, SCHEDULES["interleaved"]),
     ("experts", SINGLE, {"dp_shard": 2, "ep": 2}, SCHEDULES["zero bubble"]),
     ("experts", DOUBLE, {"cp": 2, "ep": 2}, SCHEDULES["zero bubble"]),
     ("dense", SINGLE, {"dp_shard": 2}, SCHEDULES["zero bubble"]),

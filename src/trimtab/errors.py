@@ -21,16 +21,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
+LONGEST_PART = 4000
+"""Characters of a part of an error; longer ones are shortened in the middle."""
+
+
 class TrimtabError(Exception):
     """An error with what was given, what was found, and what to do."""
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, given: str, *, found: str, cure: str) -> None:
-        super().__init__(given, found, cure)
-        self.given = given
-        self.found = found
-        self.cure = cure
+        # A name or a value from a damaged file may be a megabyte long.
+        parts = [shorten(part, LONGEST_PART) for part in (given, found, cure)]
+        super().__init__(*parts)
+        self.given, self.found, self.cure = parts
 
     def __str__(self) -> str:
         return f"{self.given}: {self.found}. {self.cure}"

@@ -38,11 +38,19 @@ def read_json_lines(data: bytes) -> list[dict[str, Any]]:
     for line in data.split(b"\n"):
         try:
             value = msgspec.json.decode(line) if line else None
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             objects.append(value)
     return objects
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a file; False for one that cannot be, as with a name that is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def write_synced(file: Path, data: bytes) -> None:

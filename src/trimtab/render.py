@@ -82,7 +82,9 @@ def escape_control(text: str) -> str:
     'H100\\x1b[31m\\n'
     """
     hidden = {
-        character for character in text if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        character
+        for character in set(text)
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     }
     for character in hidden:
         text = text.replace(character, character.encode("unicode_escape", "backslashreplace").decode("ascii"))
@@ -913,7 +915,7 @@ def _render_bar(estimate: Estimate) -> Text:
     printed = 0
     for name, size in sizes.items():
         drawn += size / total * BAR
-        count = round(drawn) - printed
+        count = max(0, round(min(drawn, BAR)) - printed)
         printed += count
         text.append(LETTERS.get(name, "-") * count, style=PART_COLOURS.get(name, "dim"))
     return text.append("." * max(0, BAR - printed), style="dim")
@@ -1419,7 +1421,9 @@ def _make_columns(
 ) -> Columns:
     """Return a table without columns that are all unknown."""
     cells = [[cell(row) for _, cell in columns] for row in rows]
-    used = [index for index in range(len(columns)) if any(row[index] for row in cells)]
+    used = [
+        index for index, (name, _) in enumerate(columns) if name == folds or any(row[index] for row in cells)
+    ]
     headings = tuple(columns[index][0] for index in used)
     return Columns(
         headings=headings,

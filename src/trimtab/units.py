@@ -62,6 +62,10 @@ def parse_bytes(text: str) -> int:
     return round(float(number) * _BYTES_PER.get(unit, 1))
 
 
+LARGEST_COUNT = 10**18
+"""Larger numbers count nothing in a training: they are mistakes or damage."""
+
+
 def parse_whole(text: str) -> int | None:
     """Return a whole number from 0 up in ASCII digits; None for anything else.
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trimtab.errors import WrongUse
 from trimtab.spec.requests import ExploreRequest, accepts
 
 if TYPE_CHECKING:
     from trimtab.calculator.server import ExploreServer
+
+MAX_PORT = 65535
 
 
 @accepts(ExploreRequest)
@@ -26,6 +29,12 @@ def open_explorer(request: ExploreRequest) -> ExploreServer:
     from trimtab.calculator.explorer import Explorer
     from trimtab.calculator.server import ExploreServer
 
+    if request.port > MAX_PORT:
+        raise WrongUse(
+            f"--port {request.port}",
+            found=f"ports are 0 to {MAX_PORT}",
+            cure="Leave --port out for any free port, or give another.",
+        )
     explorer = Explorer(request)
     try:
         return ExploreServer(explorer, request.port)

@@ -151,6 +151,7 @@ def _plan_to_train(
     from trimtab.spec import Plan
     from trimtab.strategies import find_training_refusal
     from trimtab.trace.job_summary import describe_job
+    from trimtab.training.process_group import SHARE_VARIABLE
     from trimtab.training.task import build_cpu_plan, repeat_node
     from trimtab.units import plural
 
@@ -186,6 +187,8 @@ def _plan_to_train(
                 cure=f"Leave --procs out, or plan again with --pin gpus={ranks}.",
             )
         return found
+    if _is_shared(here, ranks):
+        return _plan_shared(question, request, ranks or 1, policy.pins)
     if not here.devices:
         return build_cpu_plan(name, describe_job(job, name), ranks or 1, policy.pins, overrides)
     nodes = 1 if per_node is None or ranks is None else max(1, ranks // per_node)
@@ -193,10 +196,49 @@ def _plan_to_train(
         raise WrongUse(
             f"--procs {ranks}",
             found=f"this machine has {plural(len(here.devices), 'GPU')}",
-            cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU.",
+            cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU. For a rehearsal, "
+            f"{SHARE_VARIABLE}=1 lets processes share a GPU.",
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
     return plan(name, repeat_node(here, nodes), pins=fixed, options=overrides, say=request.say)
+
+
+def _is_shared(here: Cluster, ranks: int | None) -> bool:
+    """Return whether several ranks will share a GPU, because the user has allowed it."""
+    import os
+
+    from trimtab.training.process_group import SHARE_VARIABLE
+
+    return os.environ.get(SHARE_VARIABLE) == "1" and 0 < len(here.devices) < (ranks or 1)
+
+
+def _plan_shared(
+    question: tuple[str, Any, dict[str, Any], Cluster],
+    request: TrainRequest,
+    ranks: int,
+    pins: dict[str, str | int | bool],
+) -> Plan:
+    """Return a plain plan for ranks that share a GPU; raise for what gloo cannot do on a GPU."""
+    from trimtab.errors import WrongUse
+    from trimtab.trace.job_summary import describe_job
+    from trimtab.training.process_group import SHARE_VARIABLE
+    from trimtab.training.task import build_cpu_plan
+    from trimtab.units import plural
+
+    name, job, overrides, here = question
+    shared = build_cpu_plan(name, describe_job(job, name), ranks, pins, overrides)
+    if shared.choice.mesh.pp > 1:
+        raise WrongUse(
+            f"{SHARE_VARIABLE}=1 with pp={shared.choice.mesh.pp}",
+            found="stages send each other tensors, and gloo sends from host memory only; NCCL refuses two "
+            "processes on a GPU",
+            cure="Use ddp, fsdp, branch or tp here, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= .",
+        )
+    request.say(
+        f"{SHARE_VARIABLE}=1: {ranks} processes share {plural(len(here.devices), 'GPU')} through gloo. It is "
+        "a rehearsal: slower than one process, and its memory and time are not planned."
+    )
+    return shared
 
 
 def _stages_of(

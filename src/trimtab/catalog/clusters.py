@@ -308,7 +308,7 @@ def _decode_cluster(text: bytes, given: str) -> Cluster:
     """Return the cluster of a file, in which `"network": "400Gb/gpu"` may replace the link between nodes."""
     try:
         values = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         values = None
     if not isinstance(values, dict) or "network" not in values:
         return Cluster.from_json(text, origin=given)

@@ -179,6 +179,25 @@ class MfuRow(Row, frozen=True, kw_only=True):
     figures: str
 
 
+class PublicRow(Row, frozen=True, kw_only=True):
+    """Published step times on a device over predicted ones: rows and median ratio by source."""
+
+    name: str
+    sources: dict[str, tuple[int, float]]
+
+    @property
+    def rows(self) -> int:
+        """All measurements."""
+        return sum(rows for rows, _ in self.sources.values())
+
+    def describe(self) -> str:
+        """Return the number of measurements and the range of their medians in words."""
+        medians = sorted(median for _, median in self.sources.values())
+        among = " to ".join(f"{median:g}" for median in dict.fromkeys((medians[0], medians[-1])))
+        by = f"medians of {len(medians)} sources" if len(medians) > 1 else "median of one source"
+        return f"{self.rows:,} public measurements on this GPU took {among} times as long as predicted ({by})"
+
+
 class AmbiguousName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A name of several devices with different memory sizes."""
 
@@ -296,6 +315,12 @@ def host_links() -> tuple[HostLinkRow, ...]:
 def mfu_references() -> tuple[MfuRow, ...]:
     """Return the MFU of published runs, by device and kind of model."""
     return msgspec.convert(_load_toml("mfu.toml")["reference"], tuple[MfuRow, ...])
+
+
+@cache
+def public_steps() -> tuple[PublicRow, ...]:
+    """Return published step times over predicted ones, by device."""
+    return msgspec.convert(_load_toml("public.toml")["device"], tuple[PublicRow, ...])
 
 
 @cache

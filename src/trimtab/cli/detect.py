@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab import api, render
+from trimtab.cli.completion import complete_devices, complete_words
 from trimtab.cli.console import Json, print_json, print_text
 from trimtab.errors import UnknownName, WrongUse, shorten
 
@@ -22,6 +23,7 @@ def detect(  # noqa: PLR0913, PLR0917 - each is an option
         str | None,
         typer.Option(
             metavar="DEVICES",
+            autocompletion=complete_devices,
             help="Describe these devices instead of this machine: H200, 4xA100-40GB, 2x8xH100, "
             "2xRTX3090+1xRTX4090, or a file from `trimtab detect --json`.",
         ),
@@ -112,6 +114,7 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="[WORD]...",
+            autocompletion=complete_words,
             help="A knob, strategy, term, error or finding, in one or more words; none lists all.",
         ),
     ] = None,

@@ -88,7 +88,6 @@ app = typer.Typer(
     cls=LazyGroup,
     help="Fits any PyTorch training job to whatever GPUs there are.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings=CONTEXT,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
+from trimtab.cli.completion import COMPLETIONS
 from trimtab.cli.console import ScriptWords, say
 from trimtab.errors import WrongUse
 from trimtab.jobs.load import expand_stage
@@ -88,11 +89,14 @@ def _parameters(name: str, option: CommandOption) -> Iterator[inspect.Parameter]
     elif option.argument:
         required = option.required and option.default is inspect.Parameter.empty
         default = inspect.Parameter.empty if required else None
-        yield _parameter(name, kind, default, typer.Argument(metavar=option.metavar, help=option.help))
+        complete = COMPLETIONS.get(option.metavar or "")
+        info = typer.Argument(metavar=option.metavar, help=option.help, autocompletion=complete)
+        yield _parameter(name, kind, default, info)
     elif option.flag is not None:
         names = (option.flag, option.short) if option.short else (option.flag,)
-        info = {"metavar": option.metavar, "min": option.minimum, "help": option.help}
-        yield _flag(name, kind, default, *names, **info)
+        limits = {"metavar": option.metavar, "min": option.minimum, "help": option.help}
+        complete = COMPLETIONS.get(option.metavar or "")
+        yield _flag(name, kind, default, *names, **limits, autocompletion=complete)
     for flag in flags_of(option):
         off = False if flag.type is bool else None
         yield _flag(flag.name, flag.type, off, metavar=flag.metavar, help=flag.help)

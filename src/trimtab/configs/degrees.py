@@ -10,6 +10,7 @@ from trimtab.configs.targets import conditions_hold, find_place
 from trimtab.jobs.model_sizes import ModelSizes
 from trimtab.planner.degrees import ClusterShape, DegreeFinding, Degrees, FrameworkRules, lint_degrees
 from trimtab.spec.finding import Severity
+from trimtab.units import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -108,7 +109,7 @@ def _read_size(site: TargetSite, values: Mapping[KeyPath, Entry], name: str) -> 
     for key in site.target.model.get(name, ()):
         entry = values.get(find_place(site.root, key, values))
         value = None if entry is None or entry.computed else entry.value
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < LARGEST_COUNT:
             return value
     return None
 

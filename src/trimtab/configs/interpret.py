@@ -25,6 +25,7 @@ from trimtab.spec import (
 )
 from trimtab.strategies import STRATEGIES, strategy_by_degrees, usual_strategy
 from trimtab.strategies.base import model_splitting_strategy
+from trimtab.units import LARGEST_COUNT, parse_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,18 +77,18 @@ def parse_count(knob: Knob, value: Any) -> int | None:
         return _count_in_text(knob, value.strip())
     if isinstance(value, list):
         return len(value) if knob.listed else None
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST_COUNT:
+        return None
+    return int(value) if float(value).is_integer() else None
 
 
 def _count_in_text(knob: Knob, value: str) -> int | None:
     if knob.pattern:
         match = re.fullmatch(knob.pattern, value)
-        return int(match["n"]) if match else None
+        return parse_whole(match["n"]) if match else None
     if knob.listed and "," in value:
         return len([part for part in value.split(",") if part.strip()])
-    return int(value) if re.fullmatch(r"[+-]?\d[\d_]*", value) else None
+    return int(value) if re.fullmatch(r"[+-]?[0-9][0-9_]{0,17}", value) else None
 
 
 def is_blank(knob: Knob, entry: Entry) -> bool:

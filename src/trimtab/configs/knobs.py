@@ -166,7 +166,7 @@ def _parse_value(knob: TrainerKnob, given: Any) -> Any:
         raise WrongUse(label, found=_lower_first(knob.why), cure=knob.cure)
     try:
         value = _READERS[knob.kind](knob, given)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         raise WrongUse(
             label, found=f"it is not {_expected_words(knob)}", cure=f"{knob.name}: {knob.why}"
         ) from None

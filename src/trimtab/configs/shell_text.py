@@ -42,11 +42,13 @@ from trimtab.configs.text_edit import (
     same_value,
 )
 from trimtab.errors import WrongUse
+from trimtab.units import parse_whole
 
 _GAP = re.compile(r"(?:[ \t]|\\(?:\r\n|\r|\n))*")
 _SEPARATOR = re.compile(r"[;&|]+|[\r\n]+")
 _NAME = re.compile(r"([A-Za-z_]\w*)=", re.ASCII)
 _LOOSE_NAME = re.compile(r"([A-Za-z_][\w.]*)[ \t]*=[ \t]*", re.ASCII)
+_PLAIN = re.compile(r"[^\s;&|#<'\"\\$`]+")
 _EXPORT = re.compile(r"export[ \t]+")
 _HERE = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
 _SAFE = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
@@ -239,7 +241,10 @@ class _ShellScanner:
                     self.at = end.start() + (2 if end[0].startswith("\r\n") else 1)
                     self.skip_here()
                 break
-            if letter in " \t":
+            plain = _PLAIN.match(self.text, self.at)
+            if plain:
+                empty, self.at = False, plain.end()
+            elif letter in " \t":
                 self.at += 1
             elif letter == "#" and (self.at == 0 or self.text[self.at - 1] in " \t\r\n;"):
                 match = re.compile(r"[^\r\n]*").match(self.text, self.at)
@@ -656,7 +661,10 @@ def _find_counts(name: str, text: str, start: int) -> dict[str | int, TextNode]:
 def _make_count(at: int, text: str, match: re.Match[str] | None) -> TextNode:
     if match is None:
         return TextNode(at + len(text), at + len(text), 1, style="one")
-    return TextNode(at + match.start(1), at + match.end(1), int(match[1]), style="count")
+    count = parse_whole(match[1])
+    if count is None:  # too many digits for a count
+        return TextNode(at + match.start(1), at + match.end(1), match[1], style="count")
+    return TextNode(at + match.start(1), at + match.end(1), count, style="count")
 
 
 class _SbatchFormat(ConfigFormat):

@@ -10,6 +10,7 @@ from trimtab.configs.interpret import ConfigWarning, FoundKey, Reading, interpre
 from trimtab.configs.plan_edits import make_exact
 from trimtab.configs.targets import find_place
 from trimtab.errors import JobFailed, NothingFits, TrimtabError, UnknownName
+from trimtab.files import is_file
 from trimtab.jobs.model_sizes import read_job_sizes
 from trimtab.planner.degrees import ClusterShape, DegreeFinding
 from trimtab.spec import Noun, Setting
@@ -103,7 +104,7 @@ def find_job(target: ConfigTarget, opened: OpenedConfig | None) -> tuple[str | N
             continue
         for base in (Path(), opened.file.parent):
             folder = base / Path(entry.value).expanduser()
-            if (folder / "config.json").is_file():
+            if is_file(folder / "config.json"):
                 return f"hf:{folder}", ""
         places = [Path(entry.value).expanduser()] if Path(entry.value).expanduser().is_absolute() else None
         looked = places or [base / Path(entry.value).expanduser() for base in bases]

@@ -198,7 +198,13 @@ def _items(node: TextNode) -> dict[str | int, TextNode]:
 
 
 def _unquote_key(text: str) -> str:
-    return str(next(iter(tomllib.loads(f"{text} = 0")))) if text[:1] in "\"'" else text
+    if text[:1] not in "\"'":
+        return text
+    try:
+        return str(next(iter(tomllib.loads(f"{text} = 0"))))
+    except tomllib.TOMLDecodeError:
+        # The reader refuses the whole text, with the place of the mistake.
+        return text
 
 
 def _fill_values(node: TextNode, value: Any, origin: str) -> None:
@@ -218,7 +224,13 @@ def _fill_values(node: TextNode, value: Any, origin: str) -> None:
         _fill_values(child, shape[key], origin)
 
 
+_LONG_KEY = re.compile(r"(?<![\w.-])(?:[\w-]+\.){200}")
+"""A key of so many parts is damage; the reader's time grows with the cube of their number."""
+
+
 def _load_toml(text: str, origin: str) -> dict[str, Any]:
+    if long_key := _LONG_KEY.search(text):
+        raise parse_error_at(origin, text, long_key.start(), "a key of more than 200 parts", kind="TOML")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
@@ -285,7 +297,10 @@ class _TomlFormat(ConfigFormat):
     def parse(self, text: str, origin: str) -> TextNode:
         values = _load_toml(text, origin)
         root = _TomlScanner(text, origin).scan()
-        _fill_values(root, values, origin)
+        try:
+            _fill_values(root, values, origin)
+        except RecursionError:
+            raise parse_error(origin, 1, 1, "it is nested too deeply", kind="TOML") from None
         return root
 
     def write(self, value: Any, like: str = "") -> str:

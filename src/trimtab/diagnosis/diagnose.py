@@ -129,7 +129,7 @@ class LogReader:
             return True
         try:
             value = msgspec.json.decode(head + rest)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (msgspec.DecodeError, ValueError, RecursionError):
             self._read_text(source.name, head + rest, raw)
             return True
         if file == "plan.json" and self._read_plan(source.name, head + rest):
@@ -163,7 +163,7 @@ class LogReader:
         for line in data.split(b"\n"):
             try:
                 incident = Incident.from_builtins(msgspec.json.decode(line))
-            except (msgspec.DecodeError, msgspec.ValidationError, ValueError):
+            except (msgspec.DecodeError, ValueError, RecursionError):
                 lines.append("")  # so that the others keep their numbers
                 continue
             step = incident.step if incident.step is not None else 0

@@ -10,6 +10,7 @@ import codecs
 import io
 import os
 import pickle
+import pickletools
 import re
 import sys
 import zlib
@@ -230,9 +231,26 @@ class _PlainUnpickler(pickle.Unpickler):
         raise NotPlainPickle("it refers to something outside of itself, as checkpoints do")
 
 
+_CHECKED_BYTES = 4 << 20
+"""Smaller pickles are checked first; for a larger one a memo of a few GiB is no long time."""
+
+
+def _check_memo(data: bytes) -> None:
+    """Raise if a pickle numbers its objects higher than its length: the reader would allocate them all."""
+    for code, argument, _ in pickletools.genops(data):
+        if code.name in ("LONG_BINPUT", "PUT") and isinstance(argument, int) and argument > len(data):
+            raise NotPlainPickle("it is broken: it numbers more objects than it can have")
+
+
 def load_plain_pickle(stream: IO[bytes]) -> Any:
     """Load the plain value in a pickle; raise NotPlainPickle for anything else."""
     try:
+        data = stream.read(_CHECKED_BYTES)
+        if len(data) < _CHECKED_BYTES:
+            _check_memo(data)
+            stream = io.BytesIO(data)
+        else:
+            stream.seek(0)
         return _PlainUnpickler(stream, encoding="utf-8", errors="replace").load()
     except NotPlainPickle:
         raise

@@ -46,6 +46,9 @@ _IN_PATH = re.compile(
 _ISO = re.compile(r"\d{4}-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})\b")
 
+_DIGITS = re.compile(r"[\d.]+")
+_NUMBER = re.compile(r"\d{1,300}(?:\.\d*)?|\.\d+")
+
 
 def strip_escapes(text: str) -> str:
     r"""Remove colours, cursor movements and invisible letters from a line.
@@ -271,6 +274,15 @@ class Sighting:
     is_fact: bool = False
 
 
+def _is_broken_number(text: str | None) -> bool:
+    """Return whether a text has the letters of a number but is none, as 1.2.3 in a damaged log.
+
+    >>> _is_broken_number("1.2.3"), _is_broken_number("1.5"), _is_broken_number("bf16")
+    (True, False, False)
+    """
+    return text is not None and _DIGITS.fullmatch(text) is not None and _NUMBER.fullmatch(text) is None
+
+
 class LogScanner:
     """Scanner of one log."""
 
@@ -320,7 +332,7 @@ class LogScanner:
                 continue
             text = strip_lines(raw.decode("utf-8", "replace"))
             match = pattern.search(text)
-            if match is None:
+            if match is None or (pattern.is_fact and any(map(_is_broken_number, match.groups()))):
                 continue
             seen.add((start, pattern.of))
             self.counts[pattern.of] += 1

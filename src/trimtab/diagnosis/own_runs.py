@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trimtab.diagnosis.fault_kinds import load_kinds
 from trimtab.diagnosis.log_scanner import Sighting
 from trimtab.spec import Severity
+from trimtab.units import parse_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -197,7 +198,7 @@ def format_times(count: int, steps: Iterable[str]) -> str:
     >>> format_times(1, ["3"]), format_times(3, ["3", "5", "5"]), format_times(2, ["", ""])
     ('once, at step 3', '3 times, at steps 3 to 5', '2 times')
     """
-    numbers = sorted({int(step) for step in steps if step.isdecimal()})
+    numbers = sorted({number for step in steps if (number := parse_whole(step)) is not None})
     often = "once" if count == 1 else f"{count} times"
     if not numbers:
         return often

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.diagnosis.log_scanner import LogScanner, Sighting, rank_from_path, strip_escapes
-from trimtab.units import GIB, format_bytes
+from trimtab.units import GIB, LARGEST_COUNT, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,7 +38,8 @@ def detect_record(value: Any) -> str | None:
 
 
 def _as_count(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_COUNT
+    return value if is_count else 0
 
 
 def _only_dicts(value: Any) -> Iterator[dict[Any, Any]]:

@@ -482,7 +482,7 @@ def make_expert_group(setting: Setting, device: str) -> ExpertGroup:
     if mesh.pp > 1:
         axes = {"pp": mesh.pp, **axes}
     with _disable_current_modes():
-        every = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        every = init_device_mesh(torch.device(device).type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         return ExpertGroup(every["ep"], every[same_experts], imbalance=setting.expert_imbalance)
 
 

@@ -760,6 +760,6 @@ def make_device_mesh(setting: Setting, device: str) -> tuple[Any, Any, Any]:
         # The first axis: stages send each other the least.
         axes = {"pp": mesh.pp, **axes}
     with _disable_current_modes():
-        every = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        every = init_device_mesh(torch.device(device).type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         data = every if tuple(axes) == data_axes else every[data_axes]
         return data, every["tp"] if mesh.tp > 1 else None, every["pp"] if mesh.pp > 1 else None

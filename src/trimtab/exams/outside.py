@@ -166,14 +166,14 @@ class _Machines(NamedTuple):
     estimator: LayoutEstimator
 
 
-def _find_machines(row: OutsideRow) -> _Machines:
+def _find_machines(row: OutsideRow, *, fitted: bool) -> _Machines:
     """Return the devices of a row, with an estimator for its model."""
     kernel = read_facts()["trainer"][row.trainer].get("attention", "cudnn")
-    return _make_machines((row.source, row.gpu, row.model, kernel), row.gpus, row.layers)
+    return _make_machines((row.source, row.gpu, row.model, kernel), row.gpus, row.layers, fitted=fitted)
 
 
 @cache
-def _make_machines(names: tuple[str, str, str, str], gpus: int, layers: int) -> _Machines:
+def _make_machines(names: tuple[str, str, str, str], gpus: int, layers: int, *, fitted: bool) -> _Machines:
     facts = read_facts()
     source, gpu, model, kernel = names
     origin, other = facts["source"][source], facts["device"].get(gpu, {})
@@ -188,7 +188,7 @@ def _make_machines(names: tuple[str, str, str, str], gpus: int, layers: int) -> 
     speed = find_speed(device, None)
     if speed is None:
         raise WrongUse(gpu, found="the catalogue has no speed of it", cure="Name another --source.")
-    slower = origin.get("host", 1.0)
+    slower = origin.get("host", 1.0) if fitted else 1.0
     host = speed.host._replace(
         forward_s=speed.host.forward_s * slower,
         backward_s=speed.host.backward_s * slower,
@@ -200,7 +200,7 @@ def _make_machines(names: tuple[str, str, str, str], gpus: int, layers: int) -> 
         speed.pace,
         host,
         find_links(cluster, gpus),
-        product_rate=origin.get("efficiency", 1.0),
+        product_rate=origin.get("efficiency", 1.0) if fitted else 1.0,
         flash_flops=FLASH_SHARES.get(kernel, 1.0) * old * (device.peaks.bf16 or 0.0),
     )
     return _Machines(device, estimator)
@@ -237,9 +237,9 @@ def make_layout(row: OutsideRow) -> DecoderLayout:
     )
 
 
-def answer_row(row: OutsideRow) -> OutsideAnswer:
-    """Predict the figures that a row has."""
-    device, estimator = _find_machines(row)
+def answer_row(row: OutsideRow, *, fitted: bool = True) -> OutsideAnswer:
+    """Predict the figures that a row has; unless `fitted`, with nothing that was fitted for its source."""
+    device, estimator = _find_machines(row, fitted=fitted)
     layout = make_layout(row)
     memory = estimator.estimate_memory(layout).total
     reserved = memory * RESERVED
@@ -305,6 +305,25 @@ def run_outside(
         },
         answers=tuple(answers),
     )
+
+
+def compare_devices() -> dict[str, dict[str, tuple[int, float]]]:
+    """Return how long published steps took over what is predicted with nothing fitted.
+
+    By device of the catalogue and source: the rows, and the median of measured over predicted time.
+    """
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in read_rows():
+        if row.reason or row.step_s is None or row.gpu in read_facts()["device"]:
+            continue
+        device = _find_machines(row, fitted=False).device.model or row.gpu
+        predicted = answer_row(row, fitted=False).predicted
+        step_s = predicted[STEP] if STEP in predicted else predicted[FAR_STEP]
+        ratios.setdefault((device, row.source), []).append(row.step_s / step_s)
+    compared: dict[str, dict[str, tuple[int, float]]] = {}
+    for (device, source), values in sorted(ratios.items()):
+        compared.setdefault(device, {})[source] = len(values), round(statistics.median(values), 2)
+    return compared
 
 
 def score_source(source: str, answers: Iterable[OutsideAnswer]) -> list[OutsideScore]:

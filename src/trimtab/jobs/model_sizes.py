@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.jobs.registry import FOLDER
+from trimtab.units import LARGEST_COUNT, parse_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,7 +107,7 @@ def _find_count(tables: list[Mapping[str, Any]], keys: tuple[str, ...]) -> int |
     for table in tables:
         for key in keys:
             value = table.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value < LARGEST_COUNT:
                 return value
     return None
 
@@ -115,7 +116,7 @@ def read_folder_sizes(folder: str | Path) -> ModelSizes:
     """Return the sizes in FOLDER/config.json; what is wrong with the folder is for the job itself to say."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ModelSizes()
     if not isinstance(config, dict):
         return ModelSizes()
@@ -136,5 +137,4 @@ def read_job_sizes(name: str, options: Mapping[str, Any]) -> ModelSizes:
 
 def _read_option(value: Any) -> int | None:
     """Return an option of a job as a count; None if it is none."""
-    text = str(value).strip()
-    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+    return parse_whole(str(value)) or None

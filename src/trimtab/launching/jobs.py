@@ -24,7 +24,7 @@ from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
 from trimtab.files import read_json_lines
 from trimtab.probe.scheduler import parse_node_list
 from trimtab.spec import Attempt, Incident, JobProgress, JobView, QueuedJob
-from trimtab.training.run_folder import read_attempt
+from trimtab.training.run_folder import is_step_object, read_attempt
 from trimtab.training.task import RUNS_FOLDER
 from trimtab.units import parse_whole
 
@@ -206,14 +206,16 @@ def read_scontrol(text: str) -> QueuedJob | None:
     """Parse the output of `scontrol show job`; None if it is no job."""
     values: dict[str, str] = {}
     for line in text.splitlines():
-        key, equals, rest = line.strip().partition("=")
-        if equals and key in WHOLE_LINES:
-            values.setdefault(SCONTROL_KEYS.get(key, key), rest.rstrip())
+        first, equals, rest = line.strip().partition("=")
+        if equals and first in WHOLE_LINES:
+            values.setdefault(SCONTROL_KEYS.get(first, first), rest.rstrip())
             continue
         # "JobId=7 JobName=my job": a value ends where the next word with a sign begins.
-        for name, value in re.findall(r"(?:^|\s)([A-Za-z/:]+)=(.*?)(?=\s+[A-Za-z/:]+=|$)", line):
-            if name in SCONTROL_KEYS:
-                values.setdefault(SCONTROL_KEYS[name], value)
+        keys = list(re.finditer(r"(?:^|\s)([A-Za-z/:]+)=", line))
+        ends = [key.start() for key in keys[1:]] + [len(line)]
+        for key, end in zip(keys, ends, strict=False):
+            if key[1] in SCONTROL_KEYS:
+                values.setdefault(SCONTROL_KEYS[key[1]], line[key.end() : end].rstrip())
     values["user"] = values.get("user", "").partition("(")[0]
     return _parse_job(values)
 
@@ -401,14 +403,14 @@ def why_not_cancel(job: QueuedJob, me: str) -> str:
 def read_progress(folder: Path) -> JobProgress | None:
     """Read the progress of the run in a folder; None if there is no run in it yet."""
     attempt = read_attempt(folder)
-    lines = read_json_lines(_read_end(folder / "log.jsonl"))
+    lines = [line for line in read_json_lines(_read_end(folder / "log.jsonl")) if is_step_object(line)]
     job = _read_field(folder / "run.json", "job")
     if attempt is None and not lines and job is None:
         return None
     incidents = read_json_lines(_read_end(folder / "events.jsonl"))
     try:
         last = Incident.from_builtins(incidents[-1]) if incidents else None
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, RecursionError):
         last = None
     return measure_progress(str(folder), job, attempt, lines, last)
 
@@ -623,7 +625,7 @@ def slurm_job_of(folder: Path) -> str | None:
 def _read_field(file: Path, key: str) -> str | None:
     try:
         value = msgspec.json.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError):
         return None
     text = value.get(key) if isinstance(value, dict) else None
     return text if isinstance(text, str) else None

@@ -12,6 +12,7 @@ from trimtab.planner.layouts import TRAINERS, LayoutQuestion, LayoutSearch
 from trimtab.planner.space import make_layout
 from trimtab.predict.calibration import find_speed, read_own_calibration
 from trimtab.predict.communication import describe_network, find_links
+from trimtab.predict.estimate import describe_public_steps
 from trimtab.predict.layout import LayoutEstimator, Sharding
 from trimtab.spec import (
     Band,
@@ -172,6 +173,7 @@ class LayoutStudy:
         if not self.speed.own:
             name = self.device.name
             yield f"time: {name} was not calibrated; its datasheet with the efficiencies of an H200"
+            yield from describe_public_steps(self.device)
         if (network := describe_network(devices, len(devices.devices))) is not None:
             yield network
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.engine import in_backward_rules
 from trimtab.errors import UnknownName, WrongUse, find_nearest
-from trimtab.planner.degrees import DEGREES, describe_cluster, lint_degrees, read_degrees
+from trimtab.jobs.model_sizes import ModelSizes
+from trimtab.planner.degrees import (
+    DEGREES,
+    TRIMTAB_RULES,
+    ClusterShape,
+    describe_cluster,
+    lint_degrees,
+    read_degrees,
+)
 from trimtab.spec import (
     Allocator,
     BaseFormat,
@@ -30,7 +39,6 @@ from trimtab.strategies import STRATEGIES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from trimtab.jobs.model_sizes import ModelSizes
     from trimtab.planner.degrees import DegreeFinding
     from trimtab.spec import Cluster, Workload
 
@@ -248,16 +256,35 @@ def check_degree_pins(
     if not pinned:
         return []
     shape = describe_cluster(cluster, pins.get("gpus"))
-    findings = lint_degrees(read_degrees(pins, global_batch=global_batch), sizes, shape)
+    rules = replace(TRIMTAB_RULES, uses_all_gpus="gpus" in pins)
+    findings = lint_degrees(read_degrees(pins, global_batch=global_batch), sizes, shape, rules)
+    _refuse_degrees(pinned, findings)
+    return findings
+
+
+def refuse_unused_processes(pins: Mapping[str, Any], processes: int) -> None:
+    """Raise if pinned degrees do not make the number of processes, with what they make and what is legal."""
+    pinned = {name: int(pins[name]) for name in DEGREES if name in pins}
+    rules = replace(TRIMTAB_RULES, uses_all_gpus=True)
+    findings = lint_degrees(read_degrees(pinned), ModelSizes(), ClusterShape(gpus=processes), rules)
+    _refuse_degrees(
+        pinned,
+        [
+            finding.replace(found=finding.found.replace("GPUs", "processes").replace("GPU", "process"))
+            for finding in findings
+        ],
+    )
+
+
+def _refuse_degrees(pinned: Mapping[str, int], findings: list[DegreeFinding]) -> None:
+    """Raise if a finding is an error."""
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
-    given = "--pin " + ",".join(f"{name}={value}" for name, value in pinned.items())
     if errors:
         raise WrongUse(
-            given,
+            "--pin " + ",".join(f"{name}={value}" for name, value in pinned.items()),
             found="; ".join(f"{finding.given}: {finding.found}" for finding in errors),
             cure=_join_cures(errors),
         )
-    return findings
 
 
 def _join_cures(findings: list[DegreeFinding]) -> str:

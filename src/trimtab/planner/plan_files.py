@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.cache import fingerprint
 from trimtab.catalog.torch_release import find_torch_release
 from trimtab.errors import BrokenFile, UnknownName, WrongUse
+from trimtab.files import is_file
 from trimtab.jobs.load import find_job_name
 from trimtab.planner.estimator_interface import available_bytes
 from trimtab.spec import Plan
@@ -139,11 +140,11 @@ def _check_memory(plan: Plan, cluster: Cluster) -> list[str]:
 
 def is_plan_file(file: Path) -> bool:
     """Return whether a file is a plan that trimtab wrote, by its keys."""
-    if file.suffix != ".json" or not file.is_file():
+    if file.suffix != ".json" or not is_file(file):
         return False
     try:
         content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and {"choice", "estimate", "fingerprints"} <= content.keys()
 
@@ -277,7 +278,7 @@ def _find_checked_plan(file: Path) -> tuple[Plan, str]:
         base.resolve() for base in (Path(plan.folder or "."), file.resolve().parent, Path())
     )
     places = list(dict.fromkeys(base / place for base in bases))
-    there = [path for path in places if (path / "config.json" if prefix else path).is_file()]
+    there = [path for path in places if is_file(path / "config.json" if prefix else path)]
     if not there:
         looked = " and ".join(dict.fromkeys(str(path.parent) for path in places))
         return plan, (

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.facts import facts_of
-from trimtab.catalog.tables import mfu_references
+from trimtab.catalog.tables import mfu_references, public_steps
 from trimtab.predict import communication, step_time
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.host_link import find_host_link
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 RATINGS = ("poor", "fair", "good", "excellent")
 TRANSFORMER_SHARE = 0.95
 """The smallest share of matrix products and attention in the operations of a transformer."""
+MIN_PUBLIC_ROWS = 3
+"""Fewer published measurements on a GPU are not shown."""
 POOR_SHARE = 0.5
 """An MFU below this share of the lower end of the usual range is poor."""
 
@@ -235,6 +237,12 @@ def add_in_flight(peaks: MemoryPeaks, trace: Trace, setting: Setting, facts: Mem
     )
 
 
+def describe_public_steps(device: Device) -> list[str]:
+    """Return how published steps on a device compare with predictions; empty if there are too few."""
+    rows = (row for row in public_steps() if row.name == device.model and row.rows >= MIN_PUBLIC_ROWS)
+    return [f"time: {row.describe()}" for row in rows]
+
+
 def _list_time_notes(
     trace: Trace, setting: Setting, device: Device, pace: Speed, *, fusing: bool
 ) -> list[str]:
@@ -258,6 +266,7 @@ def _list_time_notes(
     if not pace.own:
         name = device.kind if device.slice else device.name
         notes.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")
+        notes += describe_public_steps(device)
     if pace.imported:
         notes.append(f"time: by the calibration of {pace.source} from {pace.imported}")
     if unmeasured := pace.pace.list_unmeasured(trace.works):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
-from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_type_hints
 
 import msgspec
@@ -17,6 +16,10 @@ if TYPE_CHECKING:
 SOURCE_KINDS = ("detected", "measured", "catalogued", "derived", "assumed", "stated")
 """How a fact is known. `derived`: computed from detected facts by a rule; `assumed`: a default, with its
 reason after the colon."""
+
+
+LARGEST = 1e30
+"""No count, size or time of a job is larger; sums and products of smaller ones stay finite."""
 
 
 class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +81,7 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 )
         except RecursionError:
             found = f"it is nested deeper than any {name}"
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, ValueError) as error:
             found = f"it is not JSON: {error}"
         raise BrokenFile(origin, found=found, cure=cure)
 
@@ -168,10 +171,20 @@ def check_minimum(minimum: float, **values: float | None) -> list[str]:
     ['micro_batch is 0, and must be at least 1']
     """
     return [
-        f"{name} is {value}, and must be at least {minimum}"
+        f"{name} is {_format_large(value)}, and must be below {LARGEST:g}"
+        if value >= LARGEST
+        else f"{name} is {value}, and must be at least {minimum}"
         for name, value in values.items()
-        if value is not None and not minimum <= value < inf
+        if value is not None and not minimum <= value < LARGEST
     ]
+
+
+def _format_large(value: float) -> str:
+    """Return a number for a message; an integer beyond all floats only as such."""
+    try:
+        return f"{value:g}"
+    except OverflowError:
+        return "a number of hundreds of digits"
 
 
 def check_sources(sources: dict[str, str], fields: tuple[str, ...]) -> list[str]:

@@ -265,7 +265,13 @@ class Estimate(Noun, frozen=True, kw_only=True):
         wrong = check_minimum(
             0,
             allocated_bytes=self.allocated_bytes,
+            process_bytes=self.process_bytes,
+            capacity_bytes=self.capacity_bytes,
             step_s=self.step_s,
+            samples_per_s=self.samples_per_s,
+            mfu=self.mfu,
+            hours=self.hours,
+            gpu_hours=self.gpu_hours,
             releases_per_step=self.releases_per_step,
         )
         if self.verdict is not None and self.fits is not (self.verdict is not Verdict.DOES_NOT_FIT):

@@ -111,8 +111,11 @@ class Comparison(Noun, frozen=True, kw_only=True):
     why: str = ""
 
     def faults(self) -> list[str]:
-        """Check that there is at least one device."""
-        return check_minimum(1, gpus=self.gpus)
+        """Check that there is at least one device, and that figures are not negative."""
+        wrong = check_minimum(1, gpus=self.gpus)
+        return wrong + check_minimum(
+            0, cost=self.cost, epoch_s=self.epoch_s, scaling_efficiency=self.scaling_efficiency
+        )
 
 
 class WhatIf(Noun, frozen=True, kw_only=True):
@@ -198,6 +201,10 @@ class Plan(Noun, frozen=True, kw_only=True):
     """Peaks of the phases of a training command."""
     by_formulas: bool = False
     """Whether time and memory come from formulas over the sizes of a decoder: no step was traced."""
+
+    def faults(self) -> list[str]:
+        """Check that the folder can be a path."""
+        return ["folder has a zero byte, which no path has"] if "\0" in self.folder else []
 
 
 # Stages: parts of a training run that change the job, and their plans.

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Iterator
 
+    from trimtab.spec import Incident
     from trimtab.training.loading import Window
     from trimtab.training.process_group import World
     from trimtab.training.rank_messages import RankFiles
@@ -187,7 +188,7 @@ class TrainingLoop:
         self.faults = FaultInjector(task.faults_due, self.events.folder.root) if task.faults_due else None
         zero_based = None if self.faults is None else ZeroBasedFaults(self.faults)
         self.run = Run(
-            self.plan, job=self.job, connected=world, listen=self.events.record_local, faults=zero_based
+            self.plan, job=self.job, connected=world, listen=self._record_incident, faults=zero_based
         )
         stack.callback(self.run.close)
         self._build()
@@ -446,10 +447,22 @@ class TrainingLoop:
             for note in batch_loss_rules.explain_batch_loss(stated, self.plan.choice)
         ]
 
-    def _prepare_step(self) -> None:
-        """Set the stop request and the spike limit of the next step."""
+    def _record_incident(self, incident: Incident) -> None:
+        """Record an incident of this rank; the next status of the same step tells the other ranks of it.
+
+        Otherwise rank 0 would learn of it a step later, and a kill before that would lose it.
+        """
+        self.events.record_local(incident)
+        if hasattr(self, "run"):
+            self._set_request()
+
+    def _set_request(self) -> None:
         news = bool(self.events.pending)
         self.run.asked = pack_request(StopRequest(self.signals.asked, news, self._is_checkpoint_due()))
+
+    def _prepare_step(self) -> None:
+        """Set the stop request and the spike limit of the next step."""
+        self._set_request()
         self.run.spike_limit = self.bad_steps.spike_limit
         self.learning_rate = learning_rate(self.run.optimizer)
 

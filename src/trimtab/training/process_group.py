@@ -39,6 +39,8 @@ _FIRST_PORT, _PORTS = 20_000, 20_000
 """Range of the rendezvous port of srun's processes, chosen by job number unless MASTER_PORT is set."""
 _RENDEZVOUS = itertools.count()
 """Number of the next rendezvous: a process may make several runs, and torchrun keeps the keys of old ones."""
+SHARE_VARIABLE = "TRIMTAB_SHARE_GPU"
+"""Environment variable: 1 lets several ranks share a GPU, through gloo, because NCCL refuses that."""
 _LAUNCH_FIX = (
     "Start with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every "
     "process; for a single process unset them all."
@@ -225,13 +227,15 @@ def _assign_device(world: World, gpus: int, env: Mapping[str, str]) -> World:
     if world.launcher == SRUN and gpus == 1 and (per_task or "SLURM_GPUS_PER_TASK" in env):
         # Slurm makes only its own GPU visible to each task.
         index = 0
+    if env.get(SHARE_VARIABLE) == "1" and world.size > 1:
+        return world.replace(device=f"cuda:{index % gpus}", backend="cpu:gloo,cuda:gloo")
     if index >= gpus:
         many = "one GPU" if gpus == 1 else f"{gpus} GPUs"
         raise _fault(
             f"LOCAL_RANK={world.local_rank}",
             f"this process sees {many}, and local ranks count from 0",
             "Start as many processes a node as it has GPUs, or make more of them visible "
-            "(CUDA_VISIBLE_DEVICES).",
+            f"(CUDA_VISIBLE_DEVICES). For a rehearsal, {SHARE_VARIABLE}=1 lets processes share GPUs.",
         )
     return world.replace(device=f"cuda:{index}", backend="cpu:gloo,cuda:nccl")
 
@@ -254,7 +258,7 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
     rendezvous = f"{world.restarts}.{next(_RENDEZVOUS)}"
     store = _open_store(world, join_s, rendezvous)
     options: dict[str, Any] = {}
-    if world.device.startswith("cuda"):
+    if "nccl" in world.backend:
         options["device_id"] = torch.device(world.device)
     dist.init_process_group(
         world.backend,

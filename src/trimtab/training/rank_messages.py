@@ -83,6 +83,17 @@ class RankFiles:
         """Record that the run has to stop because of a signal; no rank starts any more."""
         self._write("stopping", str(int(asked)))
 
+    def add_rank(self) -> None:
+        """Record the id of this process, so that it can be found if torchrun itself is killed."""
+        self._write(f"rank{self.own}-{os.getpid()}", "")
+
+    def list_ranks(self) -> list[tuple[int, float]]:
+        """Return the process ids of this node's ranks, dead ones too, with the time of their record."""
+        prefix = f"rank{self.own}-"
+        names = [file.name for file in self.folder.glob(f"{prefix}*") if self._has(file.name)]
+        ids = [(name, parse_whole(name.removeprefix(prefix))) for name in names]
+        return [(pid, self._file(name).stat().st_mtime) for name, pid in ids if pid is not None]
+
     def mark_done(self) -> None:
         """Record that the run is finished, even if a stop was requested meanwhile."""
         self._write("done", "")
@@ -145,7 +156,11 @@ class RankFiles:
         """Record the exit code of the rank that torchrun gave up on; a negative code is a signal."""
         with contextlib.suppress(ValueError):
             name = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            self._write("lost", f"rank {rank} was {name}" if code < 0 else f"rank {rank} {name}")
+            self.note_lost(f"rank {rank} was {name}" if code < 0 else f"rank {rank} {name}")
+
+    def note_lost(self, what: str) -> None:
+        """Record what was lost for good."""
+        self._write("lost", what)
 
     def lost_rank(self) -> str | None:
         """Return how the rank ended that torchrun gave up on; None if it did not give up."""

@@ -23,7 +23,7 @@ import msgspec
 from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
 from trimtab.files import read_json_lines, write_atomic, write_synced
 from trimtab.spec import Attempt, Incident, Plan
-from trimtab.spec.base import Noun, check_minimum, remove_derived_keys, remove_unknown_keys
+from trimtab.spec.base import LARGEST, Noun, check_minimum, remove_derived_keys, remove_unknown_keys
 from trimtab.training.step_log import StepLine
 from trimtab.units import format_bytes
 
@@ -170,8 +170,8 @@ class RunFolder:
         self._append(self.events_file, incident.to_json().encode())
 
     def read_lines(self) -> list[dict[str, Any]]:
-        """Return the logged steps, in order."""
-        return _read_objects(self.log_file)
+        """Return the logged steps, in order; skip lines that are no steps."""
+        return [line for line in _read_objects(self.log_file) if is_step_object(line)]
 
     def read_events(self) -> list[Incident]:
         """Return the incidents, in order; skip lines of other versions that cannot be read."""
@@ -179,7 +179,7 @@ class RunFolder:
         for line in _read_objects(self.events_file):
             try:
                 events.append(Incident.from_builtins(line))
-            except msgspec.ValidationError:
+            except (msgspec.ValidationError, RecursionError):
                 continue
         return events
 
@@ -381,6 +381,18 @@ LONGEST_LINE = 1 << 20
 """trimtab writes no longer line; a longer one is skipped in pieces of this size."""
 LARGEST_STEP = 2**53
 """Larger step numbers are invalid: a float64 cannot represent them exactly."""
+_STEP_NUMBERS = (
+    "loss",
+    "time_s",
+    "samples",
+    "samples_per_s",
+    "tokens_per_s",
+    "allocated_bytes",
+    "reserved_bytes",
+    "data_wait_s",
+    "gpus",
+)
+"""Fields of a step that readers calculate with."""
 LARGEST_FILE = 64 << 20
 """Larger JSON files are not read; a plan is far smaller."""
 
@@ -449,9 +461,24 @@ class JsonLineTail:
 def _parse_object(piece: bytes) -> dict[str, Any] | None:
     try:
         value = msgspec.json.decode(piece)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def is_step_object(value: dict[str, Any]) -> bool:
+    """Return whether a JSON object can be a line of log.jsonl, of this version or another.
+
+    >>> is_step_object({"step": 3, "loss": None}), is_step_object({"step": 3, "time_s": "soon"})
+    (True, False)
+    """
+    step = value.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < LARGEST_STEP:
+        return False
+    numbers = (value.get(name) for name in _STEP_NUMBERS)
+    return all(
+        number is None or (isinstance(number, int | float) and abs(number) < LARGEST) for number in numbers
+    )
 
 
 def is_step(line: StepLine | None) -> bool:

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trimtab.spec.base import Noun
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -73,6 +73,20 @@ class StepLine(Noun, frozen=True, kw_only=True):
     """Further metrics of the job's own evaluate(), by name; None if there are none."""
     indices: tuple[int, ...] | None = None
     """Which samples the ranks computed, if faults are injected."""
+
+    def faults(self) -> list[str]:
+        """Check that times, sizes and rates are possible."""
+        return check_minimum(
+            0,
+            time_s=self.time_s,
+            samples=self.samples,
+            samples_per_s=self.samples_per_s,
+            tokens_per_s=self.tokens_per_s,
+            mfu=self.mfu,
+            allocated_bytes=self.allocated_bytes,
+            reserved_bytes=self.reserved_bytes,
+            data_wait_s=self.data_wait_s,
+        )
 
     @property
     def text(self) -> str:

@@ -16,7 +16,13 @@ from trimtab.engine.in_backward_rules import find_in_backward_refusal
 from trimtab.errors import BrokenFile, JobFailed, TrimtabError, WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.batch_split import find_split, list_splits
-from trimtab.planner.pins import find_contradictions, find_wrong_degree, has_budget, read_ways
+from trimtab.planner.pins import (
+    find_contradictions,
+    find_wrong_degree,
+    has_budget,
+    read_ways,
+    refuse_unused_processes,
+)
 from trimtab.planner.space import format_pins
 from trimtab.probe.detect import detect
 from trimtab.spec import (
@@ -252,6 +258,7 @@ def _pick_mesh(rules: ParallelStrategy, procs: int, branches: int, pins: Mapping
         meshes = itertools.chain((usual,), meshes)
     mesh = next((mesh for mesh in meshes if not find_wrong_degree(pins, mesh)), None)
     if mesh is None:
+        refuse_unused_processes(pins, procs)
         raise WrongUse(
             format_pins(pins),
             found=f"{rules.word} on {procs} process{'es' * (procs > 1)} has no such mesh",

@@ -367,9 +367,7 @@ def launch_ranks(task: TrainTask, options: TorchrunOptions) -> RunEnding:
         }
         if interface:
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        # The agent gets its own session, so that Ctrl-C reaches the ranks once, through this process.
-        with _start_agent(command, env) as agent:
-            code = _wait_for_agent(agent, control)
+        code = _run_agent(command, env, control, options, Path(task.out))
         try:
             return read_ending(task, _judge_end(code, control, options))
         except TrimtabError:
@@ -421,6 +419,71 @@ def make_run_id(out: str) -> str:
 
 def _count_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def _run_agent(
+    command: list[str], env: dict[str, str], control: RankFiles, options: TorchrunOptions, out: Path
+) -> int:
+    """Run torchrun to its end; start it again if something else killed it. Return its exit code.
+
+    Its ranks get SIGTERM when it dies, so they save a checkpoint and end; the next ranks resume from it.
+    """
+    restarts = 0
+    while True:
+        # The agent gets its own session, so that Ctrl-C reaches the ranks once, through this process.
+        with _start_agent(command, env) as agent:
+            code = _wait_for_agent(agent, control)
+        if code >= 0 or -code in set(map(int, STOP_SIGNALS)):
+            return code
+        _end_ranks(control)
+        is_given_up = control.is_over() or control.is_done() or restarts >= options.restarts
+        killed = f"torchrun, process {agent.pid}, was killed by {signal.Signals(-code).name}"
+        if is_given_up:
+            control.note_lost(killed)
+            return code
+        restarts += 1
+        done = f"it is started again ({restarts} of {options.restarts}), and resumes from the last checkpoint"
+        sys.stderr.write(f"trimtab: {killed}; its ranks have ended; {done}\n")
+        _log_lost_agent(out, killed, done)
+
+
+def _log_lost_agent(out: Path, why: str, done: str) -> None:
+    """Write to the run's events that torchrun was killed; no rank is left that could do it."""
+    from trimtab.spec import Incident, IncidentKind
+    from trimtab.training.run_folder import RunFolder
+
+    folder = RunFolder(root=out.absolute())
+    if not folder.events_file.exists():
+        return
+    lines = folder.read_lines()
+    step = lines[-1].get("step", 0) if lines else 0
+    with contextlib.suppress(OSError):
+        folder.log_event(
+            Incident(kind=IncidentKind.LOST_RANK, at_s=time.time(), step=step, rank=0, why=why, done=done)
+        )
+
+
+def _end_ranks(control: RankFiles) -> None:
+    """Wait until the ranks that a dead torchrun left behind have saved and ended; kill those that do not."""
+    import psutil
+
+    ranks = [process for pid, since_s in control.list_ranks() if (process := _find_process(pid, since_s))]
+    _, alive = psutil.wait_procs(ranks, timeout=SHUTDOWN_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_S)
+
+
+def _find_process(pid: int, since_s: float) -> Any:
+    """Return the process with this id if it began before `since_s`; None if it is gone or another one."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        # The start of a process is known to a hundredth of a second.
+        return process if process.create_time() <= since_s + 1.0 else None
+    return None
 
 
 @contextlib.contextmanager

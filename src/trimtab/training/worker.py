@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> int:
         if rank_files.is_over():
             return 0
         end_with_parent()
+        rank_files.add_rank()
         # Until the run handles signals, Ctrl-C ends this process without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from trimtab.training.task import TrainTask
