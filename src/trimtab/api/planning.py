@@ -65,6 +65,7 @@ def plan(request: PlanRequest) -> Plan:
         say=request.say,
         say_best=request.say_best,
         partial=request.partial,
+        verify_s=request.verify,
     )
     warnings = check_degree_pins(policy.pins, sizes, cluster, made.choice.global_batch)
     return made.replace(reasons=(*made.reasons, *explain_degrees(warnings)))

@@ -169,6 +169,12 @@ class TraceEstimator:
     """Settings whose share does not follow from this many traces."""
     unknown: dict[tuple[Setting, Layout], int] = field(default_factory=dict)
     """Settings whose time does not follow from this many traces."""
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """Where each setting was last estimated, by `setting_key`."""
+    verified: dict[str, tuple[Estimate, Trace]] = field(default_factory=dict)
+    """Estimates of settings that were compiled, with their traces, by `setting_key`."""
+    ratios: dict[str, float] = field(default_factory=dict)
+    """Verified time over derived time, by everything but the micro-batch and the allocator."""
 
     def has_traces(self, setting: Setting, layout: Layout) -> bool:
         """Whether an estimate follows from traces of this question, directly or by a line.
@@ -211,6 +217,9 @@ class TraceEstimator:
             unknown={},
             recomputed_shares={},
             unknown_shares={},
+            layouts={},
+            verified={},
+            ratios={},
         )
 
     def prepare(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
@@ -240,7 +249,19 @@ class TraceEstimator:
                     self._record_rates(answer, settings[key], layout)
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
-        """Return the estimate, from earlier results or from a trace."""
+        """Return the estimate, from earlier results, from a trace, or as the compiler verified it."""
+        own_key = setting_key(setting)
+        self.layouts[own_key] = layout
+        if own_key in self.verified:
+            estimate = self.verified[own_key][0]
+        else:
+            estimate = self._derive_estimate(setting, layout)
+            ratio = self._find_ratio(setting)
+            estimate = estimate if ratio is None else scale_time(estimate, ratio)
+        return estimate.judge_quickly(available_bytes(layout.device))
+
+    def _derive_estimate(self, setting: Setting, layout: Layout) -> Estimate:
+        """Return the estimate by an eager trace, without a verdict."""
         key = self._estimate_key(setting, layout)
         if key in self.results.failures:
             raise self.results.failures[key]
@@ -252,7 +273,55 @@ class TraceEstimator:
             self.results.estimates[self._estimate_key(setting, layout)] = estimate
             needs = self.needs.setdefault(self._family_key(setting, layout), {})
             needs[setting.micro_batch] = estimate.need_bytes
-        return estimate.judge_quickly(available_bytes(layout.device))
+        return estimate
+
+    def verify(self, setting: Setting, trace_all: TraceAll) -> TrimtabError | None:
+        """Estimate a compiled setting with torch's compiler, and use that from now on; return an error."""
+        traced = to_traced_setting(setting).replace(compile=True)
+        layout = self.layouts.get(setting_key(setting))
+        if traced.gpus > 1 or layout is None:
+            why = "compiled code is traced on one device only"
+            return CannotFollow(
+                summarize_setting(setting),
+                found=why if traced.gpus > 1 else "it was estimated by another search",
+                cure="Measure it with `trimtab profile`.",
+            )
+        device = layout.device
+        (answer,) = trace_all([traced], strip_device(device), self.changes)
+        if isinstance(answer, TrimtabError):
+            return answer
+        trace = derive_trace(setting, [answer])
+        assert trace is not None  # noqa: S101 - only shards are interpolated
+        derived = self._derive_estimate(setting, layout).step_s
+        calibration = self.calibration_of(device)
+        estimate, _ = judge(trace, setting, device, cluster=layout.cluster, calibration=calibration)
+        total = add_accumulation(estimate, trace, setting).replace(verified=True)
+        self.verified[setting_key(setting)] = total, trace
+        self.judged.clear()
+        if derived and total.step_s:
+            self.ratios[setting_key(with_one_sample(setting))] = total.step_s / derived
+        return None
+
+    def _scale_bound(self, setting: Setting, seconds: float) -> float:
+        """Return a bound from derived times, lowered where the compiler found less time."""
+        if not self.ratios:
+            return seconds
+        plain = use_default_allocator(setting)
+        times = [
+            estimate.step_s
+            for allocator in Allocator
+            if (entry := self.verified.get(setting_key(plain.replace(allocator=allocator)))) is not None
+            and (estimate := entry[0]).step_s is not None
+        ]
+        return min([seconds * min(1.0, self._find_ratio(setting) or 1.0), *times])
+
+    def _find_ratio(self, setting: Setting) -> float | None:
+        """Return the ratio of verified to derived time: of the family, or of that without recomputation."""
+        if not self.ratios:
+            return None
+        family = with_one_sample(setting)
+        keys = (setting_key(family), setting_key(set_recompute(family, Recompute.NONE)))
+        return next((self.ratios[key] for key in keys if key in self.ratios), None)
 
     def judge_within(
         self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False
@@ -261,7 +330,8 @@ class TraceEstimator:
         key = f"{self._estimate_key(setting, layout)} {limit_bytes} {explain}"
         if key not in self.judged:
             estimate = self.estimate(setting, layout)
-            trace = self._derive_trace(setting, layout)
+            _, compiled = self.verified.get(setting_key(setting), (None, None))
+            trace = compiled or self._derive_trace(setting, layout)
             if trace is None or isinstance(trace, TrimtabError):
                 return estimate
             self.judged[key] = judge_fully(estimate, trace, setting, limit_bytes=limit_bytes, explain=explain)
@@ -385,7 +455,8 @@ class TraceEstimator:
     def _mix_times(self, setting: Setting, layout: Layout) -> dict[str, Any]:
         """Return the time fields of an estimate with some blocks recomputed."""
         none, full = (
-            self.estimate(set_recompute(setting, end), layout) for end in (Recompute.NONE, Recompute.FULL)
+            self._derive_estimate(set_recompute(setting, end), layout)
+            for end in (Recompute.NONE, Recompute.FULL)
         )
         return mix_times(none, full, self._recomputed_share(setting, layout) or 0.0)
 
@@ -430,7 +501,7 @@ class TraceEstimator:
         seconds = known_time(setting, layout)
         if seconds is None:
             seconds = self._bound_time(setting, layout, known_time)
-        return LowerBound(step_s=seconds, need_bytes=need)
+        return LowerBound(step_s=self._scale_bound(setting, seconds), need_bytes=need)
 
     def tighten_bound(self, setting: Setting, layout: Layout) -> LowerBound:
         """Return the bound after computing the time without recompute, if two traces give it."""
@@ -741,6 +812,26 @@ def strip_device(device: Device) -> Device:
         numa_node=None,
         power_limit_w=None,
         sources={},
+    )
+
+
+def scale_time(estimate: Estimate, ratio: float) -> Estimate:
+    """Return an estimate whose step takes `ratio` times as long."""
+
+    def divide(value: float | None) -> float | None:
+        return None if value is None else value / ratio
+
+    parts = estimate.step_time
+    note = f"compiled: time is {ratio:.2f} times the derived one, as verified at another micro-batch"
+    return estimate.replace(
+        step_s=None if estimate.step_s is None else estimate.step_s * ratio,
+        step_time=None
+        if parts is None
+        else parts.replace(**{name: getattr(parts, name) * ratio for name in parts.__struct_fields__}),
+        samples_per_s=divide(estimate.samples_per_s),
+        mfu=divide(estimate.mfu),
+        hardware_utilization=divide(estimate.hardware_utilization),
+        assumptions=(*estimate.assumptions, note),
     )
 
 

@@ -64,7 +64,11 @@ def list_reasons(
         ("accumulation", str(setting.accumulation), _explain_accumulation(setting)),
         ("precision", setting.precision.value, _explain_precision(best, space)),
         ("recompute", setting.recompute.value, _explain_recompute(best, result, space)),
-        ("compile", "yes" if setting.compile else "no", _explain_compile(best, result, space)),
+        (
+            "compile",
+            "yes" if setting.compile else "no",
+            _explain_compile(best, result, space) + VERIFIED * best.estimate.verified,
+        ),
         (
             "optimizer",
             setting.optimizer.value,
@@ -293,6 +297,9 @@ def _explain_recompute(best: Evaluation, result: SearchResult, space: Space) -> 
     if best.setting.recompute is Recompute.NONE:
         return "; ".join(["fits without recompute", *others])
     return "; ".join(others) or "it needs less memory"
+
+
+VERIFIED = "; verified: torch's compiler ran for the figures of this plan"
 
 
 def _explain_compile(best: Evaluation, result: SearchResult, space: Space) -> str:

@@ -13,7 +13,13 @@ import msgspec
 from trimtab.cache import ESTIMATES, PLANS, TRACES, code_fingerprint, fingerprint
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
 from trimtab.planner.decision import PlanQuestion, choose_among, choose_plan
-from trimtab.planner.estimator import EstimateCache, TraceEstimator, strip_device, summarize_setting
+from trimtab.planner.estimator import (
+    EstimateCache,
+    TraceEstimator,
+    is_guessed,
+    strip_device,
+    summarize_setting,
+)
 from trimtab.planner.estimator_interface import available_bytes
 from trimtab.planner.layout_candidates import (
     MOST_TRACED_GPUS,
@@ -25,6 +31,7 @@ from trimtab.planner.layout_candidates import (
 from trimtab.planner.layout_plans import make_layout_plan
 from trimtab.planner.plan_files import collect_fingerprints, read_versions
 from trimtab.planner.space import list_shard_counts
+from trimtab.planner.verify import note_unverified, verify_choice
 from trimtab.predict.calibration import own_folder, read_own_calibration
 from trimtab.predict.derive import direct_shards
 from trimtab.predict.traces import get_traces, interpolate_family
@@ -74,6 +81,8 @@ class JobTracer:
     """Moment of `monotonic()` at which the plan was asked for."""
     ends_at: float | None = None
     """Moment of `monotonic()` at which tracing fails; None: only by the usual limits."""
+    verify_s: float | None = None
+    """Seconds in which torch's compiler may verify the choice; None: it is not verified."""
     families: dict[str, Family] = field(default_factory=dict)
     is_slow: bool = False
 
@@ -160,12 +169,14 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
     say: Callable[[str], None] = lambda _: None,
     say_best: Callable[[str], None] = lambda _: None,
     partial: bool = False,
+    verify_s: float | None = None,
 ) -> Plan:
     """Return the best configuration of a job on a cluster, with reasons.
 
     `overrides` are options of the job. `given` replaces values of its workload: `global_batch`,
     `samples`, `epochs`. `say` gets each activity in words, `say_best` the best setting so far. With
-    `partial`, Ctrl-C returns the best so far as a plan that is not `complete`.
+    `partial`, Ctrl-C returns the best so far as a plan that is not `complete`. With `verify_s`, torch's
+    compiler verifies the choice, for so many seconds.
     """
     given, started = given or {}, monotonic()
     with WorkerProcess() as worker:
@@ -182,7 +193,7 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
         batch = given.get("global_batch")
         traced = overrides | ({"global_batch": batch} if workload.cached and batch else {})
         key = _estimates_key(NamedJob(job=job, overrides={**traced, "clip": clip}))
-        plan_key = fingerprint(key, question)
+        plan_key = fingerprint(key, question, *["verified"] * (verify_s is not None))
         plan = PLANS.load(plan_key, Plan.from_json) if cache else None
         if plan is None:
             tracing = JobTracer(
@@ -193,15 +204,19 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
                 cache=cache,
                 is_ahead="recompute" not in policy.pins,
                 started=started,
+                verify_s=verify_s,
             )
             plan = _plan_layouts(question, tracing, key, say=say, say_best=say_best)
             if plan is None:
                 plan = _search_plan(question, tracing, key, say=say, say_best=say_best)
+            elif verify_s is not None:
+                plan = note_unverified(plan, "compiled code is traced on one device only")
             if not (plan.complete or partial):
                 raise KeyboardInterrupt
             assumed = collect_fingerprints(job, workload, plan.places, read_versions())
             plan = plan.replace(fingerprints=assumed, options=overrides)
-            if plan.complete and not plan.by_formulas:
+            is_verified = verify_s is None or plan.estimate.verified or not is_guessed(plan.choice)
+            if plan.complete and not plan.by_formulas and is_verified:
                 PLANS.store(plan_key, plan.to_json())
     return plan.replace(folder=str(Path.cwd()))
 
@@ -302,7 +317,16 @@ def _search_plan(
     shards = direct_shards(list_shard_counts(question.workload, question.cluster, question.policy))
     with _open_estimator(question, tracing, key, say=say) as estimator:
         estimator.direct |= shards
-        return choose_plan(question, estimator, notice=lambda seen: say_best(_describe_best(seen)))
+
+        def search() -> Plan:
+            return choose_plan(question, estimator, notice=lambda seen: say_best(_describe_best(seen)))
+
+        if tracing.verify_s is None:
+            return search()
+        plan = search()
+        ends_at = monotonic() + tracing.verify_s
+        limited = replace(tracing, is_ahead=False, ends_at=ends_at)
+        return verify_choice(plan, search, estimator, limited.trace_all, ends_at=ends_at, say=say)
 
 
 def read_workload(

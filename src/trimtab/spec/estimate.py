@@ -208,6 +208,8 @@ class Estimate(Noun, frozen=True, kw_only=True):
     hours: float | None = None
     """Hours of the whole job: all its epochs."""
     gpu_hours: float | None = None
+    verified: bool = False
+    """Whether torch's compiler ran for the figures of a compiled setting; else they are derived."""
     assumptions: tuple[str, ...] = ()
 
     @property

@@ -594,6 +594,15 @@ class PlanRequest(JobOrCommand, frozen=True, kw_only=True):
         ),
     ] = ""
     pins: Pins = ()
+    verify: Annotated[
+        float | None,
+        option(
+            "Seconds in which torch's compiler may verify a compiled choice; default: its figures are "
+            "derived from eager traces.",
+            metavar="SECONDS",
+            minimum=1.0,
+        ),
+    ] = None
     clip: Clip = None
     options: JobOptions = None
     cache: Cache = True
