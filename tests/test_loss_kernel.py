@@ -49,7 +49,7 @@ def test_columns_beyond_the_vocabulary_have_no_slope() -> None:
     assert not logits[:, 40:].any()
 
 
-@pytest.mark.parametrize(("vocabulary", "rows"), [(100, 128), (128, 128)])
+@pytest.mark.parametrize(("vocabulary", "rows"), [(100, 128), (128, 128), (104, 104)])
 def test_the_head_of_an_odd_vocabulary_is_padded_on_a_gpu(
     vocabulary: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,8 @@ from trimtab.jobs.loss_kernel import find_slopes, score_labels
 
 IGNORE_INDEX = -100
 """Targets with this value have no loss."""
-ALIGNED_ROWS = 64
-"""Rows of a head are padded to a multiple of this on a GPU: loads of 16 bytes need 8, whole tiles 64."""
+ALIGNED_ROWS, PADDED_ROWS = 8, 64
+"""A vocabulary that is no multiple of the first fits no load of 16 bytes, and is padded to the second."""
 HALF_BYTES = 2
 
 
@@ -205,10 +205,10 @@ def align_rows(table: torch.Tensor) -> torch.Tensor:
     A vocabulary of 50,257 tokens makes rows of logits that no fast load fits. A column of zeros has no loss
     and no gradient: the kernel does not read it.
     """
-    spare = -table.shape[0] % ALIGNED_ROWS
-    if not spare or table.device.type != "cuda" or table.element_size() != HALF_BYTES:
+    rows = table.shape[0]
+    if rows % ALIGNED_ROWS == 0 or table.device.type != "cuda" or table.element_size() != HALF_BYTES:
         return table
-    return functional.pad(table, (0, 0, 0, spare))
+    return functional.pad(table, (0, 0, 0, -rows % PADDED_ROWS))
 
 
 def _teacher_divergence(
