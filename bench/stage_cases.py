@@ -27,7 +27,7 @@ from trimtab.training.process_group import RankGroups
 if TYPE_CHECKING:
     from torch import nn
 
-    from trimtab.engine.pipeline_stage import BlockRelay, StageLayout, StageSplit
+    from trimtab.engine.pipeline_stage import BlockRelay, StageSplit
     from trimtab.spec import Setting
     from trimtab.training.pipeline import PassKey
 
@@ -45,14 +45,8 @@ class LocalRunner(PipelineRunner):
         self._inputs[self._pass] = received
         return received
 
-    def _send_tensor(
-        self,
-        is_gradient: bool,
-        key: PassKey,
-        tensor: torch.Tensor | None,
-        layout: StageLayout | None = None,
-    ) -> None:
-        del is_gradient, key, tensor, layout
+    def _send_tensor(self, *_: Any, **__: Any) -> None:
+        """Send nothing."""
 
     def _receive_tensor(self, is_gradient: bool, key: PassKey) -> StageMessage:
         del is_gradient

@@ -38,9 +38,7 @@ def decide_masks_as_in_eager_mode(model: nn.Module) -> None:
     """Wrap the models of transformers inside a model that is going to be compiled."""
     masks: Any = sys.modules.get(MASKS)
     kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if kind is None or not all(
-        hasattr(masks, name) for name in ("is_tracing", "find_packed_sequence_indices")
-    ):
+    if kind is None or not all(hasattr(masks, name) for name in DECISIONS):
         return
     models = [
         module for module in model.modules() if isinstance(module, kind) and MARK not in module.__dict__
