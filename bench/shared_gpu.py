@@ -278,6 +278,7 @@ def list_cases() -> Iterator[SharedCase]:
     yield SharedCase(name="experts-1", job="Experts", procs=1)
     yield SharedCase(name="ep-2", job="Experts", pins="ep=2")
     yield SharedCase(name="sharded-pipeline-4", procs=4, pins="pp=2,dp_shard=2")
+    yield SharedCase(name="split-pipeline-4", procs=4, pins="pp=2,tp=2")
     # hsdp copies across nodes, so that on one node only the stages of a pipeline are sharded and copied.
     yield SharedCase(name="hsdp-pipeline-8", procs=8, pins="pp=2,dp_replicate=2,dp_shard=2")
     faults = {
