@@ -126,7 +126,11 @@ class Decoder:
         """Return the mean loss of the next token; a greedy rank runs out of memory once, for real."""
         self.calls += 1
         if self.calls == self.greedy_at and os.environ.get("RANK") == str(self.greedy_rank):
-            self._take_all(batch.device)
+            # Processes that were started again are not greedy again.
+            marker = Path(os.environ[MEMORY_FOLDER]).with_name("greedy")
+            if not marker.exists():
+                marker.touch()
+                self._take_all(batch.device)
         logits = model(batch)[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         note_memory()
@@ -564,7 +568,7 @@ def _pin_setting(setting: Any) -> Iterator[tuple[str, Any]]:
     yield "compile", False
     yield "recompute", setting.recompute
     yield "gpus", setting.gpus
-    for degree in ("dp_replicate", "dp_shard", "pp", "tp", "cp", "branch"):
+    for degree in ("dp_replicate", "dp_shard", "pp", "tp", "cp", "ep"):
         yield degree, getattr(setting.mesh, degree)
 
 

@@ -218,7 +218,8 @@ def _plan_shared(
     ranks: int,
     pins: dict[str, str | int | bool],
 ) -> Plan:
-    """Return a plain plan for ranks that share a GPU."""
+    """Return a plain plan for ranks that share a GPU; raise for what gloo cannot do on a GPU."""
+    from trimtab.errors import WrongUse
     from trimtab.trace.job_summary import describe_job
     from trimtab.training.process_group import SHARE_VARIABLE
     from trimtab.training.task import build_cpu_plan
@@ -226,6 +227,13 @@ def _plan_shared(
 
     name, job, overrides, here = question
     shared = build_cpu_plan(name, describe_job(job, name), ranks, pins, overrides)
+    if shared.choice.mesh.tp > 1:
+        raise WrongUse(
+            f"{SHARE_VARIABLE}=1 with tp={shared.choice.mesh.tp}",
+            found="ranks that split layers gather them through gloo, which ends the process on a GPU; NCCL "
+            "refuses two processes on a GPU",
+            cure="Use another strategy here, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= .",
+        )
     request.say(
         f"{SHARE_VARIABLE}=1: {ranks} processes share {plural(len(here.devices), 'GPU')} through gloo. It is "
         "a rehearsal: slower than one process, and its memory and time are not planned."
