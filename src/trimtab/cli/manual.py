@@ -188,11 +188,13 @@ def render_manual(manual: CommandManual, width: int) -> str:
                 lines += [*([""] if number else []), *wrap_text(part, columns, INDENT)]
                 continue
             text = wrap_text(part.text, columns, TEXT_INDENT)
-            if len(part.term) < len(INDENT):
-                # Short terms, such as exit codes, have their text beside them.
+            # Exit codes have their text beside them; other entries are apart.
+            beside = part.term.isdecimal() and isinstance(parts[number - 1], ManualEntry)
+            lines += [""] if number and not beside else []
+            if part.term.isdecimal():
                 lines += [f"{INDENT}{part.term:<7}{text[0].strip()}", *text[1:]]
             else:
-                lines += [*([""] if number else []), *wrap_text(part.term, columns, INDENT), *text]
+                lines += [*wrap_text(part.term, columns, INDENT), *text]
         lines.append("")
     return "\n".join(lines)
 
