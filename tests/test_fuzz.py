@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from bench.fuzz import READERS, run_inputs
@@ -18,16 +18,16 @@ from trimtab.configs.knobs import apply_knobs
 from trimtab.configs.show import build_display, find_job
 from trimtab.configs.targets import list_targets
 from trimtab.diagnosis.diagnose import diagnose_logs
+from trimtab.diagnosis.log_scanner import LogScanner
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 from trimtab.files import read_json_lines
 from trimtab.jobs.model_sizes import ModelSizes, read_job_sizes
-from trimtab.launching.jobs import read_progress, read_scontrol
+from trimtab.launching.defaults import read_defaults
+from trimtab.launching.jobs import measure_progress, read_progress, read_scontrol
 from trimtab.planner.plan_files import is_plan_file, read_checked_plan
 from trimtab.render import render_plan
-from trimtab.spec import Attempt, Plan
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from trimtab.spec import Attempt, Node, Plan
+from trimtab.training.checkpoint_format import Manifest
 
 INPUTS = 100
 
@@ -175,3 +175,33 @@ def test_a_plan_whose_parts_are_larger_than_its_memory_is_drawn() -> None:
 def test_an_error_does_not_repeat_a_megabyte_of_input() -> None:
     error = TrimtabError("x" * 10**6, found="y" * 10**6, cure="z")
     assert len(str(error)) < 10_000
+
+
+def test_a_long_line_of_a_log_is_not_seen_thousands_of_times(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("trimtab: slm, ddp, micro-batch 8 x 2 x 2" * 2000, encoding="utf-8")
+    with (tmp_path / "train.log").open("rb") as log:
+        sightings = list(LogScanner("train.log").scan(log.read, lambda _: None))
+    # A few for each stretch that is read at once, not one for each of the 2,000 places.
+    assert 0 < len(sightings) < 20
+
+
+def test_launch_defaults_that_are_nested_deeply_or_huge_are_refused(tmp_path: Path) -> None:
+    for text in ("a = " + "[" * 5000, "a = " + "1" * 5000, ".".join("a" * 300) + " = 1"):
+        (tmp_path / "trimtab.toml").write_text(text, encoding="utf-8")
+        with pytest.raises(BrokenFile, match="it is not TOML"):
+            read_defaults(tmp_path)
+
+
+def test_a_path_with_a_zero_byte_names_no_file() -> None:
+    assert Manifest.from_file(Path("a\0b")) is None
+
+
+def test_memory_of_hundreds_of_digits_is_refused() -> None:
+    with pytest.raises(ValueError, match="ram_free_bytes is a number of hundreds of digits"):
+        Node(name="n", ram_free_bytes=10**400)
+
+
+def test_steps_that_take_longer_than_anything_leave_the_end_unknown() -> None:
+    attempt = Attempt(attempt=1, began_s=0.0, procs=1, steps=10**9)
+    lines = [{"step": 1, "time_s": 1e29, "samples": 1, "gpus": 1}]
+    assert measure_progress("run", None, attempt, lines, None).left_s is None

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.configs.text_edit import format_path
+from trimtab.configs.toml_text import load_toml
 from trimtab.errors import BrokenFile, UnknownName, WrongUse, find_nearest
 from trimtab.spec import (
     Allocator,
@@ -568,13 +569,13 @@ def read_targets(file: Path) -> tuple[ConfigTarget, ...]:
     """Read the targets of a trimtab.toml."""
     given = str(file)
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = load_toml(file.read_text(encoding="utf-8"), given)
     except OSError as error:
         raise BrokenFile(given, found=f"it cannot be read ({error.strerror})", cure=_CURE) from error
     except UnicodeDecodeError as error:
         raise BrokenFile(given, found="it is not UTF-8 text", cure=_CURE) from error
-    except tomllib.TOMLDecodeError as error:
-        raise BrokenFile(given, found=f"it is not TOML: {error}", cure=_CURE) from error
+    except BrokenFile as error:
+        raise BrokenFile(given, found=f"it is not TOML: {error.found}", cure=_CURE) from None
     rows = content.get("target", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BrokenFile(

@@ -228,7 +228,8 @@ _LONG_KEY = re.compile(r"(?<![\w.-])(?:[\w-]+\.){200}")
 """A key of so many parts is damage; the reader's time grows with the cube of their number."""
 
 
-def _load_toml(text: str, origin: str) -> dict[str, Any]:
+def load_toml(text: str, origin: str) -> dict[str, Any]:
+    """Return the values of a TOML text; raise BrokenFile with the place of what is wrong."""
     if long_key := _LONG_KEY.search(text):
         raise parse_error_at(origin, text, long_key.start(), "a key of more than 200 parts", kind="TOML")
     try:
@@ -295,7 +296,7 @@ class _TomlFormat(ConfigFormat):
     comment = _COMMENT
 
     def parse(self, text: str, origin: str) -> TextNode:
-        values = _load_toml(text, origin)
+        values = load_toml(text, origin)
         root = _TomlScanner(text, origin).scan()
         try:
             _fill_values(root, values, origin)

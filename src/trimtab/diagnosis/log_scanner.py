@@ -302,11 +302,11 @@ class LogScanner:
             self.bytes += len(fresh)
             data += fresh
             end = max(begin, len(data) - AHEAD) if fresh else len(data)
-            counted, seen = begin, set[tuple[int, str]]()
+            counted, seen, tried = begin, set[tuple[int, str]](), dict[tuple[int, str], int]()
             for at, needle in self._sieve.hits(data, begin, end):
                 line += data.count(b"\n", counted, at)
                 counted = at
-                yield from self._at(data, at, needle, line, seen)
+                yield from self._at(data, at, needle, line, seen, tried)
             line += data.count(b"\n", counted, end)
             self._drop_common()
             say(self.bytes)
@@ -316,17 +316,29 @@ class LogScanner:
             kept = max(0, end - BEHIND)
             data, begin = data[kept:], end - kept
 
-    def _at(
-        self, data: bytes, at: int, needle: bytes, line: int, seen: set[tuple[int, str]]
+    def _at(  # noqa: PLR0913, PLR0917 - a place, and what was done before it
+        self,
+        data: bytes,
+        at: int,
+        needle: bytes,
+        line: int,
+        seen: set[tuple[int, str]],
+        tried: dict[tuple[int, str], int],
     ) -> Iterator[Sighting]:
+        """Yield what is seen at a place; `tried` has where in a line a pattern is next tried."""
         if needle == TRACEBACK:
             if self.counts[PYTHON_ERROR] < MOST_SIGHTINGS:
                 yield from self._traceback(data, at, line)
             return
         start = _line_start(data, at)
+        # All parts of a line that is longer than what is read of a line count as one.
+        place = start if data[max(0, start - 1) : start] in (b"", b"\n", b"\r") else -line
         for pattern in self._by_needle[needle]:
-            if (start, pattern.of) in seen or self.counts[pattern.of] >= MOST_SIGHTINGS:
+            if (place, pattern.of) in seen or self.counts[pattern.of] >= MOST_SIGHTINGS:
                 continue
+            if at < tried.get((place, pattern.text), 0):
+                continue
+            tried[place, pattern.text] = at + LINE // 2
             raw = data[start : _line_end(data, at, pattern.lines)]
             if not pattern.may_match(raw):
                 continue
@@ -334,7 +346,7 @@ class LogScanner:
             match = pattern.search(text)
             if match is None or (pattern.is_fact and any(map(_is_broken_number, match.groups()))):
                 continue
-            seen.add((start, pattern.of))
+            seen.add((place, pattern.of))
             self.counts[pattern.of] += 1
             behind = data[max(0, start - BEHIND) : start]
             yield self._sighting(pattern, match, text, line, behind)

@@ -13,12 +13,12 @@ Options of the command line override it. An unknown key is an error.
 
 from __future__ import annotations
 
-import tomllib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trimtab.configs.targets import PROJECT_FILE
+from trimtab.configs.toml_text import load_toml
 from trimtab.errors import BrokenFile, find_nearest
 from trimtab.spec.base import Noun
 
@@ -91,13 +91,15 @@ def read_defaults(folder: Path) -> LaunchDefaults:
     """Read the launch defaults of a folder's trimtab.toml; none if there is no such file or table."""
     file = folder / PROJECT_FILE
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = load_toml(file.read_text(encoding="utf-8"), str(file))
     except FileNotFoundError:
         return LaunchDefaults()
     except OSError as error:
         raise _file_error(file, f"it cannot be read ({error.strerror})") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise _file_error(file, f"it is not TOML: {error}") from error
+    except BrokenFile as error:
+        raise _file_error(file, f"it is not TOML: {error.found}") from None
     return parse_defaults(content, file)
 
 

@@ -24,6 +24,7 @@ from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
 from trimtab.files import read_json_lines
 from trimtab.probe.scheduler import parse_node_list
 from trimtab.spec import Attempt, Incident, JobProgress, JobView, QueuedJob
+from trimtab.spec.base import LARGEST
 from trimtab.training.run_folder import is_step_object, read_attempt
 from trimtab.training.task import RUNS_FOLDER
 from trimtab.units import parse_whole
@@ -358,6 +359,8 @@ def measure_progress(
     step = int(lines[-1].get("step", 0)) if lines else 0
     steps = None if attempt is None else attempt.steps
     left = None if steps is None or not recent else max(0, steps - step) * took_s / len(recent)
+    if left is not None and not 0 <= left < LARGEST:
+        left = None
     return JobProgress(
         folder=folder,
         job=job,

@@ -93,7 +93,8 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the value in a file; None if the file is missing or broken."""
         try:
             return cls.from_json(file.read_bytes(), origin=str(file))
-        except (OSError, BrokenFile):
+        except (OSError, ValueError, BrokenFile):
+            # A path from a damaged file may have a zero byte, which is a ValueError.
             return None
 
     def fingerprint(self) -> str:

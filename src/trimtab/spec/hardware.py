@@ -236,7 +236,9 @@ class Node(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Check that counts are possible and device indices are distinct."""
-        wrong = check_minimum(1, cpu_cores=self.cpu_cores, ram_bytes=self.ram_bytes)
+        wrong = check_minimum(1, cpu_cores=self.cpu_cores, ram_bytes=self.ram_bytes) + check_minimum(
+            0, ram_free_bytes=self.ram_free_bytes, shm_bytes=self.shm_bytes
+        )
         if len({device.index for device in self.devices}) != len(self.devices):
             wrong.append("two devices of a node have the same index")
         return wrong + check_sources(self.sources, self.json_fields())
