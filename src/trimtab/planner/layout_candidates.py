@@ -154,7 +154,7 @@ def _list_runnable(study: LayoutStudy) -> Iterator[RankedLayout]:
     seen = set()
     for ranked in study.search.found:
         layout = ranked.layout
-        if layout.pp > 1 or _is_foreign(study, ranked):
+        if layout.pp > 1 or _is_foreign(ranked):
             continue
         setting = make_setting(layout)
         degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
@@ -307,7 +307,7 @@ def note_other_trainers(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
     fastest = study.search.found[0]
     saved = 1 - fastest.time.total_s / chosen.time.total_s
     layout, model = fastest.layout, study.model
-    is_foreign = _is_foreign(study, fastest)
+    is_foreign = _is_foreign(fastest)
     if fastest is chosen or saved <= WORTH_A_NOTE or not (is_foreign or layout.pp > 1):
         return
     if not is_foreign:
@@ -335,15 +335,9 @@ def note_other_trainers(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
     )
 
 
-def _is_foreign(study: LayoutStudy, ranked: RankedLayout) -> bool:
-    """Whether `trimtab train` cannot run a layout.
-
-    Attention of split heads is not split over sequences, and experts are not split over tp.
-    """
-    layout = ranked.layout
-    if layout.tp > 1 and (layout.cp > 1 or study.model.shape.experts):
-        return True
-    return find_training_refusal(make_setting(layout)) is not None
+def _is_foreign(ranked: RankedLayout) -> bool:
+    """Whether `trimtab train` cannot run a layout."""
+    return find_training_refusal(make_setting(ranked.layout)) is not None
 
 
 def _name_cluster(cluster: Cluster) -> str:
