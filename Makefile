@@ -12,7 +12,7 @@ help:
 	@echo "make check   ruff, mypy --strict and the floor test"
 	@echo "make soak    the slow tests alone"
 	@echo "make release-check  build the packages, install them into clean environments, run the README"
-	@echo "make docs    the documentation as a static site in site/"
+	@echo "make docs    the documentation as a static site in site/, with man pages"
 	@echo "make setup   only install (into $(VENV))"
 	@echo "make format  let ruff rewrite the source"
 	@echo "make clean   remove $(VENV) and caches"
@@ -69,7 +69,8 @@ release-check: $(READY)
 docs: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "open site/index.html"
+	@$(BIN)/python bench/manual.py --man site/man/man1
+	@echo "open site/index.html; man -M site/man trimtab-plan"
 
 format: $(READY)
 	@$(BIN)/ruff check --fix .

@@ -1,24 +1,31 @@
-"""Write docs/reference.md and docs/glossary.md from the program itself.
+"""Write docs/reference.md, docs/glossary.md and docs/schemas/ from the program itself.
 
     python bench/manual.py
+    python bench/manual.py --man site/man/man1    # pages for man, as `make docs` writes them
 
-Tests compare both pages with the output of this program, so every option, function and word is in them.
+Tests compare the files with the output of this program, so every option, function, word and key is in them.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import sys
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trimtab
 from trimtab import api, spec
+from trimtab.api.schemas import OUTPUTS
+from trimtab.cli.main import COMMANDS, load_command
+from trimtab.cli.manual import build_manual, read_manual_facts, render_man_page
 from trimtab.spec import Noun, requests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from trimtab.catalog.glossary import Word
 
@@ -31,7 +38,8 @@ when to use it; the [glossary](glossary.md) explains the words."""
 OUTPUT = """\
 You can call each command as a function of `trimtab` too. You get the answer on stdout and everything else on
 stderr. With `--json`, stdout is one JSON object, also in case of an error. There, sizes are bytes, times are
-seconds, and unknown is null."""
+seconds, and unknown is null. Each command has a JSON schema of its output, which `trimtab help NAME --schema`
+prints and `trimtab.schema(NAME)` returns. Later versions may add keys, but do not rename or remove them."""
 REQUESTS = """\
 These are the options of the commands as values, in `trimtab.spec.requests`. You can call
 `trimtab.plan(request)` in place of `trimtab.plan(job, ...)`. You store a request with `to_json()`, read it
@@ -43,90 +51,6 @@ WORDS = """\
 For each word you find what it is, what it costs, and when to change it. `trimtab explain WORD` prints the
 same entry, and accepts other spellings (`trimtab explain oom`). It also explains the commands of the
 [reference](reference.md#commands), the [errors](errors.md), and the findings of [doctor](doctor.md#kinds)."""
-KINDS = {
-    "int": "N",
-    "integer": "N",
-    "float": "NUMBER",
-    "float range": "NUMBER",
-    "str": "TEXT",
-    "text": "TEXT",
-}
-"""Names of value types in the versions of typer, and the placeholder for each."""
-
-VARIABLES = (
-    ("TRIMTAB_CACHE", "folder for cached traces and tokens; default: `trimtab` in your cache folder"),
-    (
-        "TRIMTAB_SHARE_GPU",
-        "1: several processes of `trimtab train` share a GPU through gloo, for a rehearsal",
-    ),
-    (
-        "TRIMTAB_CALIBRATIONS",
-        "folder for the measurements of `trimtab calibrate`; default: your data folder",
-    ),
-    ("TRIMTAB_SANDBOX", "set by trimtab while it follows a script: the folder that takes what it writes"),
-    ("TRIMTAB_HOST_GIB", "host memory that tracing a job may use, in GiB; default 3"),
-    ("TRIMTAB_PROGRESS", "0 turns progress messages on stderr off"),
-    ("TRIMTAB_PARENT", "set by trimtab for child processes, which end when it ends"),
-    (
-        "TRIMTAB_CONTROL, TRIMTAB_CONTROL_SINCE, TRIMTAB_CONTROL_OWN, TRIMTAB_LEADER",
-        "set by trimtab for its ranks",
-    ),
-    ("TRIMTAB_PLAN", "set in the pods of `trimtab launch --kubeflow`: the plan itself"),
-    ("CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER", "visible GPUs and their order, as in CUDA"),
-    (
-        "PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF",
-        "set from a plan's allocator if you have not set it; checked by doctor",
-    ),
-    (
-        "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
-        "set by a launcher, or all of them by you",
-    ),
-    (
-        "SLURM_*, PET_*, KUBERNETES_SERVICE_HOST, TORCHELASTIC_RUN_ID",
-        "how trimtab recognises the scheduler and launcher",
-    ),
-    ("OMP_NUM_THREADS", "used if you set it; default: the cores that a process may use"),
-    ("COLUMNS, NO_COLOR, FORCE_COLOR", "width and colours of the output"),
-)
-FILES = (
-    (
-        "plan.json (`plan --out`)",
-        "a plan; read by `apply`, `launch`, `train`, `report`, `trimtab.read_plan`",
-        "[planning](planning.md#plans-are-files)",
-    ),
-    (
-        "`runs/JOB/` (`train --out`)",
-        "a run: plan, log, events, checkpoints, summary, logs of the ranks",
-        "[training](training.md#the-run-folder)",
-    ),
-    (
-        "`launch.sbatch`, `launch-plan.json`, `launch.json`",
-        "in the run folder: the submitted script, its plan, the job's number",
-        "[launching](launching.md)",
-    ),
-    (
-        "`trimtab.toml`",
-        "`[launch]`: defaults of your site; `[[target]]`: further config formats",
-        "[site](launching.md#what-a-site-always-wants), [target](configs.md#teaching-it-another-config)",
-    ),
-    (
-        "`.trimtab/backups/N/`",
-        "next to a config that `apply` changed: earlier versions",
-        "[configs](configs.md#backups)",
-    ),
-    ("a file from `detect --json`", "a machine, for `--on` elsewhere", "[detect](detect.md)"),
-    (
-        "a file from `detect --record`",
-        "every query to a machine and its answer, for a bug report",
-        "[detect](detect.md)",
-    ),
-    ("faults.json (`train --faults`)", "faults to inject", "[training](training.md#drills)"),
-    (
-        "cases.jsonl (`profile --keep`, `exam --cases`)",
-        "measurements for the exam",
-        "[memory](memory.md)",
-    ),
-)
 
 
 def cell(text: str) -> str:
@@ -143,36 +67,28 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def commands() -> dict[str, Any]:
     """Every command of the program, in the order of its help."""
-    from trimtab.cli.main import COMMANDS, load_command
-
     return {name: load_command(name) for name in COMMANDS}
 
 
 def command_text(name: str, command: Any) -> str:
-    """One command: what it does, and its arguments and options."""
-    words, options = [], []
-    for param in command.params:
-        shown = param.metavar or param.name.upper()
-        if param.param_type_name == "argument":
-            words.append((f"`{shown.strip('{}')}`", cell(param.help or "")))
-            continue
-        kind = (
-            ""
-            if param.is_flag
-            else f" {param.metavar or KINDS.get(param.type.name, param.type.name.upper())}"
-        )
-        default = (
-            "" if param.default in (None, False, (), []) or param.is_flag else f" Default: {param.default}."
-        )
-        spelt = ", ".join(
-            f"`{flag}{kind if flag.startswith('--') else ''}`"
-            for flag in (*param.opts, *param.secondary_opts)
-        )
-        options.append((spelt, cell((param.help or "") + default)))
-    usage = " ".join(["trimtab", name, *(word.strip("`") for word, _ in words)])
-    parts = [f"### trimtab {name}", f"`{usage} [OPTIONS]`", cell_paragraphs(command.help or "")]
-    if words or options:
-        parts.append(table(("", ""), [*words, *options]))
+    """One command: what it does, its arguments and options, and examples."""
+    manual = build_manual(name)
+    rows = [(f"`{entry.term}`", cell(entry.text)) for entry in manual.arguments]
+    rows += [
+        (", ".join(f"`{flag}`" for flag in entry.term.split(", ")), cell(entry.text))
+        for entry in manual.options
+    ]
+    parts = [
+        f"### trimtab {name}",
+        ", or ".join(f"`{line}`" for line in manual.usage),
+        cell_paragraphs(command.help or ""),
+    ]
+    if rows:
+        parts.append(table(("", ""), rows))
+    lines = [f"{entry.term}\n    # {entry.text.replace('`', '')}" for entry in manual.examples]
+    parts.append("\n".join(["```", *lines, "```"]))
+    if name in OUTPUTS:
+        parts.append(f"JSON schema: [{name}.json](schemas/{name}.json)")
     return "\n\n".join(parts)
 
 
@@ -285,6 +201,8 @@ def reference() -> str:
     codes = api.explain("exit-codes")
     from trimtab.configs.targets import builtin_targets
 
+    facts = read_manual_facts()
+    file_rows = [(file["name"], file["holds"], file["more"]) for file in facts["file"]]
     targets = [
         (f"`{builtin_target.name}`", cell(builtin_target.title)) for builtin_target in builtin_targets()
     ]
@@ -312,11 +230,14 @@ def reference() -> str:
         table(("target", "is"), targets),
         "Keys and rules of each: [configs](configs.md).",
         "## Files",
-        table(("file", "holds", "more"), FILES),
+        table(("file", "holds", "more"), file_rows),
         "## Variables",
         table(
             ("variable", "says"),
-            [(", ".join(f"`{word}`" for word in names.split(", ")), cell(what)) for names, what in VARIABLES],
+            [
+                (", ".join(f"`{word}`" for word in entry["name"].split(", ")), cell(entry["says"]))
+                for entry in facts["variable"]
+            ],
         ),
     ]
     return "\n\n".join(parts) + "\n"
@@ -374,11 +295,31 @@ def glossary() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {"reference.md": reference, "glossary.md": glossary}
+def schema_text(verb: str) -> str:
+    """The file docs/schemas/VERB.json."""
+    return json.dumps(trimtab.schema(verb), indent=2) + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference.md": reference,
+    "glossary.md": glossary,
+    **{f"schemas/{verb}.json": partial(schema_text, verb) for verb in OUTPUTS},
+}
+
+
+def write_man_pages(folder: Path) -> None:
+    """Write a page for `man` of each command."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in COMMANDS:
+        (folder / f"trimtab-{name}.1").write_text(render_man_page(build_manual(name)), encoding="utf-8")
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the pages, or with --man DIR the pages for `man`."""
+    if sys.argv[1:2] == ["--man"]:
+        write_man_pages(Path(sys.argv[2]))
+        return
+    (DOCS / "schemas").mkdir(exist_ok=True)
     for name, made in PAGES.items():
         (DOCS / name).write_text(made(), encoding="utf-8")
         print(DOCS / name)

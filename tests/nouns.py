@@ -212,6 +212,7 @@ FIELDS: dict[str, dict[str, Values]] = {
     },
     "Tokens": {"kind": st.sampled_from(["uint16", "uint32"])},
     "Word": {"kind": st.sampled_from(KINDS)},
+    "MeasuredWork": {"kind": st.sampled_from(spec.KINDS)},
     "Work": {"kind": st.sampled_from(spec.KINDS)},
 }
 
@@ -343,7 +344,7 @@ FITTED: dict[str, Any] = {
     "Cluster": fit_cluster,
     "DecoderShape": fit_decoder,
     "Device": lambda values: {**values, "free_bytes": values["memory_bytes"] // 2},
-    "Estimate": fit_estimate,
+    **dict.fromkeys(("Estimate", "EstimateOutput"), fit_estimate),
     "Fault": fit_fault,
     "HostMemory": fit_host_memory,
     "Knob": fit_knob,

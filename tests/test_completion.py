@@ -48,6 +48,7 @@ def complete(folder: Path, *words: str) -> list[str]:
         (("plan", "slm", "--on", "4xMI30"), ["4xMI300X", "4xMI300X-192GB"]),
         (("detect", "--on", "2x8xMI30"), ["2x8xMI300X", "2x8xMI300X-192GB"]),
         (("explain", "hsd"), ["hsdp"]),
+        (("help", "es"), ["estimate"]),
         # bash completes file names itself where nothing is offered.
         (("plan", "job.p"), []),
         (("nonsense", "x"), []),

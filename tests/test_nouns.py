@@ -24,7 +24,7 @@ def test_every_noun_has_a_strategy_here() -> None:
 
 
 @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.__name__)
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_noun_survives_json_both_ways(noun: type[spec.Noun], data: st.DataObject) -> None:
     value = data.draw(NOUNS[noun])
@@ -34,7 +34,7 @@ def test_a_noun_survives_json_both_ways(noun: type[spec.Noun], data: st.DataObje
 
 
 @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.__name__)
-@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_noun_is_frozen_and_refuses_unknown_keys(noun: type[spec.Noun], data: st.DataObject) -> None:
     value = data.draw(NOUNS[noun])

@@ -44,6 +44,7 @@ from trimtab.api.layouts import describe_study, layouts, plan_layout, plan_study
 from trimtab.api.maximizing import max as max  # noqa: A004 - a verb
 from trimtab.api.planning import make_policy, plan, plan_from, read_plan
 from trimtab.api.reporting import report, watch
+from trimtab.api.schemas import schema
 from trimtab.api.training import plan_stages, prepare_training, run_training, train, train_stages
 
 __all__ = [
@@ -98,6 +99,7 @@ __all__ = [
     "requested_setting",
     "revert",
     "run_training",
+    "schema",
     "show",
     "start_launch",
     "stated_network",

@@ -107,32 +107,29 @@ def write_plan(ready: Sequence[PreparedFile], plan: Plan) -> WriteResult:
 
 def applied(proposal: Proposal, ready: Sequence[PreparedFile], written: WriteResult | None) -> dict[str, Any]:
     """Return the result of `apply`: the edits, the diff, and the backup once they are written."""
+    from trimtab.configs.apply import AppliedEdit, ApplyOutput
+
     backups = list(written.backups) if written else []
-    return {
-        "edits": [
-            {
-                "file": edit.file,
-                "key": edit.key,
-                "before": edit.before,
-                "after": edit.after,
-                "line": edit.line,
-            }
-            for edit in proposal.edits
-        ],
-        "command": getattr(proposal, "command", "") or None,
-        "backup": backups[0] if backups else None,
-        "backups": backups,
-        "written": list(written.files) if written else [],
-        "files": proposal.files,
-        "diff": "".join(file.diff() for file in ready),
-        "stages": [stage.to_builtins() for stage in proposal.stages],
-        "warnings": [warning.to_builtins() for warning in proposal.warnings],
-        "said": [
+    edits = (
+        AppliedEdit(file=edit.file, key=edit.key, before=edit.before, after=edit.after, line=edit.line)
+        for edit in proposal.edits
+    )
+    return ApplyOutput(
+        edits=tuple(edits),
+        command=getattr(proposal, "command", "") or None,
+        backup=backups[0] if backups else None,
+        backups=tuple(backups),
+        written=tuple(written.files) if written else (),
+        files=tuple(proposal.files),
+        diff="".join(file.diff() for file in ready),
+        stages=tuple(proposal.stages),
+        warnings=tuple(proposal.warnings),
+        said=(
             *proposal.said,
             *(warning.text for warning in proposal.warnings),
             *(written.said if written and written.files else ()),
-        ],
-    }
+        ),
+    ).to_builtins()
 
 
 def revert(
@@ -143,15 +140,16 @@ def revert(
     With `write=False` nothing is written: the answer has the diff.
     """
     from trimtab.configs.files import revert_file as put_back
+    from trimtab.spec import RevertOutput
 
     done = put_back(str(file), number=backup, force=force, write=write)
-    return {
-        "restored": done.file if done.backup else None,
-        "file": done.file,
-        "number": done.number,
-        "backup": done.backup,
-        "diff": done.diff,
-    }
+    return RevertOutput(
+        restored=done.file if done.backup else None,
+        file=done.file,
+        number=done.number,
+        backup=done.backup,
+        diff=done.diff,
+    ).to_builtins()
 
 
 @accepts(ShowRequest)

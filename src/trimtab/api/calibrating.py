@@ -58,21 +58,22 @@ def remove_calibration(name: str) -> Path:
 def describe_calibration(file: Path, calibration: Calibration | None) -> dict[str, Any]:
     """Return a stored calibration in words: its name, whose it is, and what predictions use it for."""
     from trimtab.predict.calibration import describe_import
+    from trimtab.spec import StoredCalibration
 
     if calibration is None:
         use = "not used: it is broken, or of another version of trimtab"
-        return {"name": file.stem, "device": None, "use": use}
+        return StoredCalibration(name=file.stem, use=use).to_builtins()
     measured = file.with_name(file.name.removeprefix("imported-"))
     hidden = bool(calibration.imported_on) and measured.is_file()
     use = f"predictions for {calibration.device} use it"
-    return {
-        "name": file.stem,
-        "device": calibration.device,
-        "operations": len(calibration.works),
-        "collectives": len(calibration.collectives),
-        "taken_on": calibration.taken_on,
-        "versions": calibration.versions,
-        "owner": calibration.owner,
-        "from": describe_import(calibration) if calibration.imported_on else "this machine",
-        "use": f"not used: {measured.name}, measured on this machine, comes first" if hidden else use,
-    }
+    return StoredCalibration(
+        name=file.stem,
+        device=calibration.device,
+        operations=len(calibration.works),
+        collectives=len(calibration.collectives),
+        taken_on=calibration.taken_on,
+        versions=calibration.versions,
+        owner=calibration.owner,
+        origin=describe_import(calibration) if calibration.imported_on else "this machine",
+        use=f"not used: {measured.name}, measured on this machine, comes first" if hidden else use,
+    ).to_builtins()

@@ -516,7 +516,7 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
     """
     from pathlib import Path
 
-    from trimtab.exams.measure import make_case, measure_in_child
+    from trimtab.exams.measure import compare_measurement, make_case, measure_in_child
     from trimtab.exams.run import append_case as add
 
     request = make_request(job, setting, device, options=options, clip=clip)
@@ -524,14 +524,7 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
     if keep is not None and not found.out_of_memory:
         add(make_case(request, found), Path(keep))
     predicted, _, _ = look_closely(job, setting, device, options=options, clip=clip)
-    figures = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
-    guess = {figure: getattr(predicted, figure) for figure in figures}
-    truth = {figure: getattr(found, figure) for figure in figures}
-    error = {
-        figure: guess[figure] / truth[figure] - 1 if guess[figure] and truth[figure] else None
-        for figure in figures
-    }
-    return {"predicted": guess, "measured": truth, "error": error, "run": found.to_builtins()}
+    return compare_measurement(predicted, found).to_builtins()
 
 
 def calibrate(*, budget_s: float | None = None, owner: str = "") -> tuple[Calibration, Path]:

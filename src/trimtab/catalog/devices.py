@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trimtab.catalog.tables import DeviceRow, ambiguous_names, devices
 from trimtab.errors import UnknownName, WrongUse, find_nearest, shorten
-from trimtab.spec import Peaks, Vendor
+from trimtab.spec import CatalogDevice, Peaks, Vendor
 
 if TYPE_CHECKING:
     from trimtab.catalog.tables import DeviceRow
@@ -250,23 +250,22 @@ def row_vendor(row: DeviceRow) -> Vendor:
     return Vendor(row.vendor)
 
 
-def row_facts(row: DeviceRow) -> dict[str, Any]:
-    """Return a row as JSON values: bytes and operations per second, with its source."""
-    peaks = row_peaks(row)
-    return {
-        "name": row.typed[0],
-        "model": row.name,
-        "also": [*row.typed[1:], *(driver for driver in row.drivers if driver not in row.typed)],
-        "vendor": row.vendor,
-        "compute_capability": row.compute_capability,
-        "bf16": has_bf16(row.compute_capability),
-        "memory_bytes": row.usable_bytes,
-        "bandwidth_bytes_per_s": row.bandwidth_gbs * 1e9,
-        "peaks": peaks.to_builtins(),
-        "source": row.source,
-        "memory_source": row.usable_source or None,
-        "verification": list(row.verification),
-    }
+def row_facts(row: DeviceRow) -> CatalogDevice:
+    """Return a row in bytes and operations per second, with its source."""
+    return CatalogDevice(
+        name=row.typed[0],
+        model=row.name,
+        also=(*row.typed[1:], *(driver for driver in row.drivers if driver not in row.typed)),
+        vendor=row.vendor,
+        compute_capability=row.compute_capability,
+        bf16=has_bf16(row.compute_capability),
+        memory_bytes=row.usable_bytes,
+        bandwidth_bytes_per_s=row.bandwidth_gbs * 1e9,
+        peaks=row_peaks(row),
+        source=row.source,
+        memory_source=row.usable_source or None,
+        verification=tuple(row.verification),
+    )
 
 
 WITHOUT_TENSOR_CORES = re.compile(

@@ -45,6 +45,14 @@ class Word(Noun, frozen=True, kw_only=True):
         return [] if self.kind in KINDS else [f"kind is {self.kind!r}, not one of {', '.join(KINDS)}"]
 
 
+class ExplainedWords(Noun, frozen=True, kw_only=True):
+    """Output of `trimtab explain --json` with several words."""
+
+    text: str
+    """The entries as one text."""
+    words: tuple[Word, ...]
+
+
 @cache
 def _load_words() -> tuple[Word, ...]:
     text = files("trimtab.catalog").joinpath("words.toml").read_text(encoding="utf-8")

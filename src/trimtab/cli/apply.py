@@ -134,11 +134,11 @@ def _confirmed() -> bool:
 
 def _list_targets(places: Sequence[str], *, json: bool) -> None:
     from trimtab.configs.apply import parse_aim
-    from trimtab.configs.targets import list_targets
+    from trimtab.configs.targets import TargetsOutput, list_targets
 
     targets = list_targets([parse_aim(place).file for place in places] or [parse_aim(".").file])
     if json:
-        print_json({"targets": [target.to_builtins() for target in targets]})
+        print_json(TargetsOutput(targets=tuple(targets)).to_builtins())
     else:
         print_text(_targets(targets))
 

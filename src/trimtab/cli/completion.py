@@ -42,5 +42,16 @@ def complete_words(incomplete: str) -> list[str]:
     return sorted(word for word in api.all_words() if word.startswith(incomplete))
 
 
+def complete_commands(incomplete: str) -> list[str]:
+    """Return the commands of trimtab that begin with what was typed.
+
+    >>> complete_commands("la")
+    ['layouts', 'launch']
+    """
+    from trimtab.cli.main import COMMANDS
+
+    return [name for name in COMMANDS if name.startswith(incomplete)]
+
+
 COMPLETIONS = {"DEVICES": complete_devices, "JOB": complete_jobs}
 """For each placeholder of an option or argument the function that completes it."""

@@ -12,6 +12,7 @@ from trimtab import api, render
 from trimtab.cli.completion import complete_devices, complete_words
 from trimtab.cli.console import Json, print_json, print_text
 from trimtab.errors import UnknownName, WrongUse, shorten
+from trimtab.spec import DevicesOutput, WordNames
 
 if TYPE_CHECKING:
     from trimtab.catalog.glossary import Word
@@ -56,7 +57,7 @@ def detect(  # noqa: PLR0913, PLR0917 - each is an option
         from trimtab.catalog.tables import devices
 
         if json:
-            print_json({"devices": [row_facts(row) for row in devices()]})
+            print_json(DevicesOutput(devices=tuple(map(row_facts, devices()))).to_builtins())
         else:
             print_text(render.render_device_names(devices()))
         return
@@ -124,18 +125,16 @@ def explain(
     if not word:
         known = api.all_words()
         if json:
-            print_json({"words": sorted(known)})
+            print_json(WordNames(words=tuple(sorted(known))).to_builtins())
         else:
             print_text(render.render_word_list(known))
         return
     entries = _entries(word)
     if json and len(entries) > 1:
-        print_json(
-            {
-                "text": "\n".join(entry.text for entry in entries),
-                "words": [entry.to_builtins() for entry in entries],
-            }
-        )
+        from trimtab.catalog.glossary import ExplainedWords
+
+        text = "\n".join(entry.text for entry in entries)
+        print_json(ExplainedWords(text=text, words=tuple(entries)).to_builtins())
     elif json:
         print_json(entries[0].to_builtins())
     else:

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
+from msgspec.structs import asdict
 
 from trimtab import api
 from trimtab.cli.console import Json, console, print_json, print_text
@@ -14,7 +15,7 @@ from trimtab.cli.options import command, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import TrimtabError
 from trimtab.probe.detect import as_cluster
-from trimtab.spec import LossForm, Recompute, Verdict
+from trimtab.spec import EstimateOutput, LossForm, PeakModule, PeakMoment, Recompute, Verdict
 from trimtab.spec.requests import EstimateRequest
 from trimtab.units import format_bytes
 
@@ -51,11 +52,7 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
     with _status("looking up modules", quiet=json):
         classes = api.module_classes(job, [name for name, _ in details.modules], options, cache=cache)
     if json:
-        modules = [
-            {"name": name, "class": classes.get(name), "bytes": size} for name, size in details.modules
-        ]
-        peak = {"operation": details.operation, "phase": details.phase, "modules": modules}
-        print_json({**result.to_builtins(), "setting": setting.to_builtins(), "peak": peak})
+        print_json(make_output(result, setting, details, classes).to_builtins())
     else:
         from trimtab import render
         from trimtab.strategies import strategy_of
@@ -71,21 +68,23 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
         raise typer.Exit(3)
 
 
+def make_output(
+    result: Estimate, setting: Setting, peaks: MemoryPeaks, classes: dict[str, str]
+) -> EstimateOutput:
+    """Return what --json prints: the estimate, with its setting and the modules at its peak."""
+    modules = (
+        PeakModule(name=name, class_name=classes.get(name), bytes=size) for name, size in peaks.modules
+    )
+    peak = PeakMoment(operation=peaks.operation, phase=peaks.phase, modules=tuple(modules))
+    return EstimateOutput(**asdict(result), setting=setting, peak=peak)
+
+
 def _estimate_command(request: EstimateRequest, *, json: bool) -> None:
     with progress("following the script on the pretended GPU") as shown:
         found = api.estimate_command(request, shown.say)
     if json:
-        modules = [{"name": name, "bytes": size} for name, size in found.peaks.modules]
-        peak = {"operation": found.peaks.operation, "phase": found.peaks.phase, "modules": modules}
-        print_json(
-            {
-                **found.estimate.to_builtins(),
-                "setting": found.setting.to_builtins(),
-                "peak": peak,
-                "script": found.script.to_builtins(),
-                "phases": [phase.to_builtins() for phase in found.phases],
-            }
-        )
+        output = make_output(found.estimate, found.setting, found.peaks, {})
+        print_json(output.replace(script=found.script, phases=tuple(found.phases)).to_builtins())
     else:
         from trimtab import render
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads it
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 from trimtab import api
 from trimtab.cli.console import Json, print_json, print_text
 from trimtab.cli.options import command
 from trimtab.errors import WrongUse
+from trimtab.spec import (
+    CalibrateOutput,
+    CalibrationsOutput,
+    ImportOutput,
+    LinksOutput,
+    MeasuredWork,
+    RemoveOutput,
+)
 from trimtab.spec.requests import ProfileRequest
+
+if TYPE_CHECKING:
+    from trimtab.spec import Calibration
 
 
 def exam(  # noqa: PLR0913, PLR0917 - options
@@ -173,28 +185,31 @@ def calibrate(  # noqa: PLR0913, PLR0917 - options
         return
     if remove is not None:
         file = api.remove_calibration(remove)
-        print_json({"removed": str(file)}) if json else print_text(f"removed {file}")
+        print_json(RemoveOutput(removed=str(file)).to_builtins()) if json else print_text(f"removed {file}")
         return
     calibration, file = api.calibrate(budget_s=budget, owner=owner or "")
     if json:
-        curves = [
-            {**work.to_builtins(), "seconds": seconds}
-            for work, seconds in zip(calibration.works, calibration.seconds, strict=True)
-        ]
-        print_json(
-            {
-                "device": calibration.device,
-                "curves": curves,
-                "file": str(file),
-                "host": calibration.host,
-                "copy_bytes_per_s": calibration.copy_bytes_per_s,
-                "left_out": calibration.left_out,
-            }
-        )
+        print_json(describe_measured(calibration, file).to_builtins())
     else:
         from trimtab import render
 
         print_text(render.render_calibration(calibration, file))
+
+
+def describe_measured(calibration: Calibration, file: Path) -> CalibrateOutput:
+    """Return a calibration that was just measured, with its file."""
+    curves = (
+        MeasuredWork(**asdict(work), seconds=seconds)
+        for work, seconds in zip(calibration.works, calibration.seconds, strict=True)
+    )
+    return CalibrateOutput(
+        device=calibration.device,
+        curves=tuple(curves),
+        file=str(file),
+        host=calibration.host,
+        copy_bytes_per_s=calibration.copy_bytes_per_s,
+        left_out=calibration.left_out,
+    )
 
 
 def _calibrate_links(procs: int | None, *, json: bool) -> None:
@@ -203,8 +218,8 @@ def _calibrate_links(procs: int | None, *, json: bool) -> None:
     if file is None:
         return
     if json:
-        collectives = [times.to_builtins() for times in calibration.collectives]
-        print_json({"device": calibration.device, "file": str(file), "collectives": collectives})
+        found = LinksOutput(device=calibration.device, file=str(file), collectives=calibration.collectives)
+        print_json(found.to_builtins())
     else:
         from trimtab import render
 
@@ -216,7 +231,7 @@ def _import_calibration(shared: Path, owner: str, *, json: bool) -> None:
     calibration, file = api.import_calibration(shared, owner=owner)
     described = api.describe_calibration(file, calibration)
     if json:
-        print_json({**described, "file": str(file)})
+        print_json(ImportOutput.from_builtins({**described, "file": str(file)}).to_builtins())
         return
     from trimtab import render
 
@@ -228,7 +243,7 @@ def _list_calibrations(*, json: bool) -> None:
     """Print the stored calibrations."""
     stored = [api.describe_calibration(file, calibration) for file, calibration in api.list_calibrations()]
     if json:
-        print_json({"calibrations": stored})
+        print_json(CalibrationsOutput.from_builtins({"calibrations": stored}).to_builtins())
         return
     from trimtab import render
 

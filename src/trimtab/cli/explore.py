@@ -10,6 +10,7 @@ from trimtab.api.exploring import can_show_browser, open_explorer, run_explorer
 from trimtab.cli.console import Json, print_json, say
 from trimtab.cli.options import command
 from trimtab.cli.progress import progress
+from trimtab.spec import ExploreOutput
 from trimtab.spec.requests import ExploreRequest
 
 
@@ -25,7 +26,7 @@ def explore(request: ExploreRequest, *, json: Json = False) -> None:
     with progress("preparing the page") as shown:
         server = open_explorer(request.replace(say=shown.say))
     if json:
-        print_json({"url": server.url, "port": server.server_port})
+        print_json(ExploreOutput(url=server.url, port=server.server_port).to_builtins())
     else:
         print(server.url)  # noqa: T201 - one line that can be copied whole, however narrow the terminal is
     if request.browser and not can_show_browser():

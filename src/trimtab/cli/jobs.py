@@ -13,6 +13,7 @@ from trimtab import api, render
 from trimtab.cli.console import Json, print_json, print_text
 from trimtab.errors import WrongUse
 from trimtab.render import escape_control, render_labelled
+from trimtab.spec import CancelOutput, JobsOutput
 from trimtab.units import format_duration, plural
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def jobs(
         raise WrongUse(f"--tail {tail}", found="it is below 0", cure="Give --tail at least 0.")
     views, silences = api.find_jobs(*(places or []), tail=tail)
     if json:
-        notes = [str(silence) for silence in silences]
-        print_json({"jobs": [view.to_builtins() for view in views], "notes": notes})
+        notes = tuple(str(silence) for silence in silences)
+        print_json(JobsOutput(jobs=tuple(views), notes=notes).to_builtins())
     elif views or not silences:
         print_text(show_jobs(views))
     if silences:
@@ -90,7 +91,7 @@ def cancel(
     """
     found = api.cancel(job_id, force=force)
     if json:
-        print_json({"cancelled": found.to_builtins()})
+        print_json(CancelOutput(cancelled=found).to_builtins())
     else:
         print_text(show_cancelled(found))
 

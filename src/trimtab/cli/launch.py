@@ -16,6 +16,7 @@ from trimtab.cli.progress import progress
 from trimtab.errors import WrongUse
 from trimtab.launching import submit
 from trimtab.launching.quoting import format_comment, shell_assignment, shell_line
+from trimtab.spec import LaunchesOutput
 from trimtab.spec.requests import LaunchRequest
 
 if TYPE_CHECKING:
@@ -61,8 +62,7 @@ def launch(
         launches = tuple(submit.submit_launch(launch) for launch in launches)
         say(f"submitted: job {launches[0].job_id}")
     if json:
-        shown_launches = [launch.to_builtins() for launch in launches]
-        print_json({"launches": shown_launches} if counts else shown_launches[0])
+        print_json((LaunchesOutput(launches=tuple(launches)) if counts else launches[0]).to_builtins())
     if runs_here:
         submit.exec_launch(launches[0], os.environ, quiet=json)
     if not (request.yes or write or json):

@@ -44,6 +44,7 @@ COMMANDS = {
     "doctor": ("doctor", "Check this machine, or name what made a run fail from its logs."),
     "report": ("report", "Write one self-contained HTML page about a plan or a run."),
     "watch": ("watch", "Show GPUs and runs live, with advice."),
+    "help": ("help", "Show the manual of a command, or the JSON schema of its output."),
 }
 """For each command its module and what help says of it, in the order of help."""
 SCRIPT_COMMANDS = frozenset({"estimate", "plan", "launch"})
@@ -92,6 +93,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=CONTEXT,
 )
+
+
+def show_commands() -> None:
+    """Print what `trimtab --help` prints."""
+    app(["--help"], prog_name="trimtab", standalone_mode=False)
+
 
 USAGE_ERROR: Any = typer.BadParameter.__base__
 """What the parser raises; typer itself does not name it."""
@@ -212,10 +219,16 @@ def _abandon(stream: TextIO | None) -> None:
 
 
 def _as_json(error: TrimtabError) -> dict[str, Any]:
-    parts: dict[str, Any] = {"given": error.given, "found": error.found, "cure": error.cure}
-    if isinstance(error, NothingFits):
-        parts["nearest"] = [setting.to_builtins() for setting in error.nearest]
-    return {"error": {**parts, "exit_code": error.exit_code}}
+    from trimtab.spec import ErrorDetails, ErrorOutput
+
+    nearest = tuple(error.nearest) if isinstance(error, NothingFits) else None
+    details = ErrorDetails(
+        given=error.given, found=error.found, cure=error.cure, nearest=nearest, exit_code=error.exit_code
+    )
+    written = ErrorOutput(error=details).to_builtins()
+    if nearest is None:
+        del written["error"]["nearest"]
+    return written
 
 
 def _show_error(error: TrimtabError) -> None:

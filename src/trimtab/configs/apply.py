@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.configs.files import FileChange, PreparedFile, prepare_files
-from trimtab.configs.interpret import parse_count
+from trimtab.configs.interpret import ConfigWarning, parse_count
 from trimtab.configs.plan_edits import Draft, Edit, draft_edits, make_edit, make_exact
 from trimtab.configs.targets import KeyIndex, Knob, find_roots, find_site, find_sites, find_target, split_key
 from trimtab.configs.text_edit import format_path, parse_path
@@ -22,7 +22,6 @@ from trimtab.spec import Estimate, Noun, Setting
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from trimtab.configs.interpret import ConfigWarning
     from trimtab.configs.targets import ConfigTarget, StageFormat, TargetSite
     from trimtab.configs.text_edit import Entry, KeyPath, ParsedConfig
     from trimtab.spec import Plan
@@ -52,6 +51,39 @@ class StagePlan(Noun, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     setting: Setting
     estimate: Estimate
+
+
+class AppliedEdit(Noun, frozen=True, kw_only=True):
+    """A value that `trimtab apply` changes in a file."""
+
+    file: str
+    key: str
+    before: Any = None
+    """Null where the key is added."""
+    after: Any = None
+    line: int | None = None
+    """Null where the key is added."""
+
+
+class ApplyOutput(Noun, frozen=True, kw_only=True):
+    """Output of `trimtab apply --json`."""
+
+    edits: tuple[AppliedEdit, ...]
+    command: str | None
+    """The command line to type, where no file holds the training command; else null."""
+    backup: str | None
+    """Backup of the first file; null if nothing was written."""
+    backups: tuple[str, ...]
+    written: tuple[str, ...]
+    """Files that were written; empty without --yes."""
+    files: tuple[str, ...]
+    """Every file that was looked at for the plan, changed or not."""
+    diff: str
+    stages: tuple[StagePlan, ...]
+    warnings: tuple[ConfigWarning, ...]
+    """Where a file will differ from the plan."""
+    said: tuple[str, ...]
+    """Everything there is to say, the warnings included."""
 
 
 def read_stage(document: ParsedConfig, stage: StageFormat, *, file: str, stem: str) -> StageConfig | None:

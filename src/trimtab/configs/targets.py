@@ -353,6 +353,12 @@ class ConfigTarget(Noun, frozen=True, kw_only=True):
         return {knob.field for knob in self.knobs}
 
 
+class TargetsOutput(Noun, frozen=True, kw_only=True):
+    """Output of `trimtab apply --list-targets --json`."""
+
+    targets: tuple[ConfigTarget, ...]
+
+
 @cache
 def builtin_targets() -> tuple[ConfigTarget, ...]:
     """Load the targets that come with trimtab."""

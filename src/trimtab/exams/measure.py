@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from trimtab.spec import Setting
+    from trimtab.spec import Estimate, Setting
 
 WARM_UP, TIMED = 3, 5
 TIMEOUT_S = 900
@@ -43,6 +43,47 @@ class StepMeasurement(Noun, frozen=True, kw_only=True):
     """torch's message if memory ran out, else empty."""
     device: str = ""
     torch: str = ""
+
+
+class ProfileFigures(Noun, frozen=True, kw_only=True):
+    """Memory and time of a step. Unknown is None."""
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    process_bytes: int | None = None
+    step_s: float | None = None
+
+
+class ProfileErrors(Noun, frozen=True, kw_only=True):
+    """Predicted / measured - 1 of each figure; None if either is unknown."""
+
+    allocated_bytes: float | None = None
+    reserved_bytes: float | None = None
+    process_bytes: float | None = None
+    step_s: float | None = None
+
+
+class ProfileOutput(Noun, frozen=True, kw_only=True):
+    """Output of `trimtab profile --json`."""
+
+    predicted: ProfileFigures
+    measured: ProfileFigures
+    error: ProfileErrors
+    run: StepMeasurement
+
+
+def compare_measurement(predicted: Estimate, measured: StepMeasurement) -> ProfileOutput:
+    """Return a prediction beside a measurement."""
+    names = ProfileFigures.__struct_fields__
+    guess = {name: getattr(predicted, name) for name in names}
+    truth = {name: getattr(measured, name) for name in names}
+    error = {name: guess[name] / truth[name] - 1 if guess[name] and truth[name] else None for name in names}
+    return ProfileOutput(
+        predicted=ProfileFigures(**guess),
+        measured=ProfileFigures(**truth),
+        error=ProfileErrors(**error),
+        run=measured,
+    )
 
 
 def measure_in_child(request: TraceRequest) -> StepMeasurement:

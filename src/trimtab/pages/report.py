@@ -15,6 +15,7 @@ from trimtab.pages import page
 from trimtab.pages.page import read_asset
 from trimtab.pages.report_data import read_report_data
 from trimtab.pages.svg import WIDE
+from trimtab.spec import ReportOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -154,13 +155,13 @@ def write_report(
     shown = page.draw_figures(data)
     _write_page(out, page.build_page(data, shown))
     files, notes = ([], []) if figures is None else write_figures(shown, figures, say=say)
-    return {
-        "file": str(out),
-        "figures": [str(file) for file in files],
-        "shown": [figure.name for figure in shown],
-        "missing": list(data.missing),
-        "notes": list(notes),
-    }
+    return ReportOutput(
+        file=str(out),
+        figures=tuple(str(file) for file in files),
+        shown=tuple(figure.name for figure in shown),
+        missing=tuple(data.missing),
+        notes=tuple(notes),
+    ).to_builtins()
 
 
 def _write_page(out: Path, text: str) -> None:

@@ -31,6 +31,8 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     derived: ClassVar[tuple[str, ...]] = ()
+    may_lack: ClassVar[tuple[str, ...]] = ()
+    """Keys that some writers leave out of the JSON if there is nothing to say."""
 
     def __post_init__(self) -> None:
         """Raise ValueError with all faults, if there are any."""
@@ -48,7 +50,8 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def to_builtins(self) -> dict[str, Any]:
         """Return the value as plain dicts and lists, with derived properties."""
-        return {field: _to_plain(getattr(self, field)) for field in self.json_fields()}
+        names = zip(self.json_fields(), self.__struct_fields__ + self.derived, strict=True)
+        return {key: _to_plain(getattr(self, name)) for key, name in names}
 
     def to_json(self, *, indent: int = 0) -> str:
         """Return the value as JSON text; unknown is null."""
@@ -58,7 +61,7 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @classmethod
     def json_fields(cls) -> tuple[str, ...]:
         """Return the keys of the JSON object: the fields, then the derived properties."""
-        return cls.__struct_fields__ + cls.derived
+        return cls.__struct_encode_fields__ + cls.derived
 
     @classmethod
     def from_builtins(cls, value: Any) -> Self:

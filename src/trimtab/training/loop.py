@@ -64,7 +64,14 @@ from trimtab.training.signals import (
     unpack_requests,
 )
 from trimtab.training.step_log import StepClock, StepLine, StepLog, compute_mfu, count_tokens, print_interval
-from trimtab.training.task import RunEnding, agree_on_plan, check_trainable, gather_values, run_on_rank_zero
+from trimtab.training.task import (
+    RunEnding,
+    TrainOutput,
+    agree_on_plan,
+    check_trainable,
+    gather_values,
+    run_on_rank_zero,
+)
 from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -591,9 +598,9 @@ class TrainingLoop:
     def _print_ending(self, ending: RunEnding) -> None:
         folder, step_log = self.events.folder, self.events.step_log
         if self.task.json:
-            events = [event.to_builtins() for event in folder.read_events()]
-            last = {"events": events, "steps": ending.step, "out": ending.out, "asked": ending.asked or None}
-            step_log.write(json.dumps(last))
+            events = tuple(folder.read_events())
+            last = TrainOutput(events=events, steps=ending.step, out=ending.out, asked=ending.asked or None)
+            step_log.write(json.dumps(last.to_builtins()))
             return
         loss = "" if ending.loss is None else f", loss {ending.loss:.4f}"
         step_log.say(f"{ending.step} of {self.steps} steps{loss}, in {folder.root}")

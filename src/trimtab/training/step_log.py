@@ -31,6 +31,8 @@ OFTEN, SELDOM, LONG = 1, 10, 1000
 class StepLine(Noun, frozen=True, kw_only=True):
     """One optimizer step, as in log.jsonl. Unknown is None."""
 
+    may_lack = ("indices", "losses", "metrics")
+
     step: int
     """Counts from 1."""
     epoch: int
@@ -114,8 +116,7 @@ class StepLine(Noun, frozen=True, kw_only=True):
 
     def to_log(self) -> dict[str, Any]:
         """Return the dict for log.jsonl and --json; without indices, losses and metrics if there are none."""
-        optional = ("indices", "losses", "metrics")
-        return {key: value for key, value in self.to_builtins().items() if key not in optional or value}
+        return {key: value for key, value in self.to_builtins().items() if key not in self.may_lack or value}
 
     def fit_to_width(self, width: int) -> str:
         """Return the printed line without the last parts that do not fit into this width."""

@@ -29,6 +29,7 @@ from trimtab.spec import (
     Band,
     Estimate,
     Footprint,
+    Incident,
     Mesh,
     Plan,
     Policy,
@@ -103,6 +104,18 @@ class TrainTask(Noun, frozen=True, kw_only=True):
             ),
             *check_minimum(0, seed=self.seed, checkpoint_s=self.checkpoint_s),
         ]
+
+
+class TrainOutput(Noun, frozen=True, kw_only=True):
+    """Last line of `trimtab train --json`; every line before it is a StepLine."""
+
+    events: tuple[Incident, ...]
+    steps: int
+    """Optimizer steps of the run so far."""
+    out: str
+    """The run folder."""
+    asked: str | None
+    """Signal that ended the run; null if it ended by itself."""
 
 
 class RunEnding(Noun, frozen=True, kw_only=True):
