@@ -193,7 +193,7 @@ def test_checkpoints_resume_on_meshes_that_spread_experts_in_other_ways(tmp_path
 
 @pytest.mark.slow
 def test_an_estimate_names_the_memory_of_a_rank_with_its_experts_and_its_part_of_layers() -> None:
-    options = {"micro_batch": 4, "strategy": "fsdp", "cache": False}
+    options: dict[str, Any] = {"micro_batch": 4, "strategy": "fsdp", "cache": False}
     job = f"{Path(__file__)}:MixtralJob"
     both = trimtab.estimate(job, "4xH100", tp=2, ep=4, **options)
     alone = trimtab.estimate(job, "4xH100", tp=2, **options)
