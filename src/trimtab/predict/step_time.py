@@ -512,8 +512,9 @@ def exposed_context_s(trace: Trace, setting: Setting, links: communication_modul
         else:
             is_ring = work.op.startswith(f"{CONTEXT} {ContextMethod.RING}")
             cost = (
-                # All ranks wait for the slowest hop, which may be that from the last rank to the first.
-                max(links.send_s(work.read_bytes, apart) for apart in (mesh.tp, (mesh.cp - 1) * mesh.tp))
+                # All ranks wait for the slowest hop. It leaves a node if the other half of the ring is in
+                # another one.
+                max(links.send_s(work.read_bytes, apart) for apart in (mesh.tp, mesh.cp * mesh.tp // 2))
                 if is_ring
                 else links.all_to_all_s(work.read_bytes, mesh.cp, apart=mesh.tp)
             )

@@ -146,6 +146,8 @@ def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
     rule = _RULES.get(name)
     if rule is not None:
         return rule(name, args, out)
+    if name in SHARD_COPIES:
+        return _describe_shard_copy(name, args, kwargs)
     if name.startswith(("c10d::", *TENSOR_PARALLEL_OPS)):
         return _describe_collective(name, inputs, results)
     if name in PACKED_OPS:
@@ -458,6 +460,27 @@ def _describe_collective(name: str, inputs: list[torch.Tensor], results: list[to
         dtype=dtype_name(inputs[0].dtype) if inputs else "",
         read_bytes=max(sizes, default=0),
         write_bytes=min(sizes, default=0),
+    )
+
+
+SHARD_COPIES = {"fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat"}
+"""Copies of FSDP2 into the buffers of its collectives, and out of them."""
+
+
+def _describe_shard_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
+    """Return the work of a copy around a collective.
+
+    Before weights are gathered, a rank copies its own shard into the buffer of all of them, not the rest.
+    """
+    inputs, results = _list_tensors(args[0]), _list_tensors(kwargs.get("out"))
+    reads = sum(map(count_bytes, inputs))
+    return Work(
+        op=name,
+        kind="pointwise",
+        dtype=dtype_name(inputs[0].dtype) if inputs else "",
+        read_bytes=reads,
+        write_bytes=sum(map(count_bytes, results)) or reads,
+        dims=(0, max((tensor.numel() for tensor in inputs), default=1)),
     )
 
 
