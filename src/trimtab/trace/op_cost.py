@@ -28,6 +28,7 @@ from trimtab.spec.trace import (
     PROMOTED,
     STATISTICS,
     TENSOR_PARALLEL_OPS,
+    ZERO_GRADIENTS,
 )
 from trimtab.trace.data_dependent import RAGGED_ATTRIBUTE
 from trimtab.trace.fake_ops import PRODUCT_OPS, count_nonzeros, is_sparse, sparse_bytes
@@ -434,13 +435,13 @@ def _describe_multi_tensor(
 ) -> Work:
     lead = _list_tensors(args[0]) if args else inputs
     changed = [tensor for place in written if place < len(args) for tensor in _list_tensors(args[place])]
-    norm = "norm" in name
+    norm, zero = "norm" in name, name == ZERO_GRADIENTS
     numbers = sum(tensor.numel() for tensor in lead)
     return Work(
         op=name,
         kind="optimizer",
         dtype=dtype_name(lead[0].dtype) if lead else "",
-        read_bytes=sum(map(count_bytes, inputs)),
+        read_bytes=0 if zero else sum(map(count_bytes, inputs)),
         write_bytes=0 if norm else sum(map(count_bytes, changed)) + sum(map(count_bytes, results)),
         dims=(len(lead), numbers),
         kernels=count_launches(len(lead), numbers),
