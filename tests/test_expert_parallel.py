@@ -206,7 +206,7 @@ def test_experts_are_found_by_their_form_and_by_name() -> None:
     with pytest.raises(WrongUse, match=r"blocks.0 \(Block\) is not a module with weights of one first dim"):
         find_experts(named, ("blocks.0",))
     listed = nn.Sequential(nn.ModuleList([nn.Linear(4, 4) for _ in range(4)]))
-    with pytest.raises(WrongUse, match=r"0 \(ModuleList\) is not a module.*Stack the weights"):
+    with pytest.raises(WrongUse, match=r"0 \(ModuleList\) is not a module.*Move the list and the loop"):
         find_experts(listed, ("0",))
 
 

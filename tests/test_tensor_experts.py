@@ -8,18 +8,22 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import trimtab
 from test_split_pipelines import (
     ALONE,
     DOUBLE,
+    EXPERTS,
     JOBS,
     SAMPLES,
     SINGLE,
     STEPS,
     TOKENS,
     WORDS,
+    ExpertJob,
+    Feed,
     check,
     make_batches,
     run_steps,
@@ -76,6 +80,32 @@ class TransformersJob(trimtab.Job):
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+class ListedExperts(nn.Module):
+    """Experts in a list, each of which gets the tokens that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Feed() for _ in range(EXPERTS))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            token, choice = torch.where(index == number)
+            if token.numel() == 0:
+                continue
+            output.index_add_(0, token, expert(hidden[token]) * weights[token, choice, None])
+        return output
+
+
+class ListedJob(ExpertJob):
+    def model(self) -> nn.Module:
+        model = super().model()
+        torch.manual_seed(2)
+        for layer in model.get_submodule("layers").children():
+            layer.feed.experts = ListedExperts().to(self.dtype)  # type: ignore[union-attr]
+        return model
+
+
 class MixtralJob(TransformersJob):
     kind = "Mixtral"
     options: ClassVar[dict[str, Any]] = {"num_local_experts": 4}
@@ -94,7 +124,7 @@ class SharedJob(TransformersJob):
     }
 
 
-ALL_JOBS: dict[str, Any] = JOBS | {"mixtral": MixtralJob, "shared": SharedJob}
+ALL_JOBS: dict[str, Any] = JOBS | {"listed": ListedJob, "mixtral": MixtralJob, "shared": SharedJob}
 FOUR_RANKS: list[tuple[str, torch.dtype, dict[str, int], dict[str, Any]]] = [
     ("experts", DOUBLE, {"dp_shard": 2, "tp": 2, "ep": 2}, {}),
     ("experts", SINGLE, {"dp_shard": 2, "tp": 2, "ep": 2}, {"recompute": Recompute.FULL}),
@@ -102,6 +132,8 @@ FOUR_RANKS: list[tuple[str, torch.dtype, dict[str, int], dict[str, Any]]] = [
     ("experts", DOUBLE, {"cp": 2, "tp": 2, "ep": 4}, {}),
     ("experts", DOUBLE, {"dp_replicate": 2, "tp": 2, "ep": 2}, {}),
     ("experts", DOUBLE, {"pp": 2, "tp": 2, "ep": 2}, {}),
+    ("listed", DOUBLE, {"dp_shard": 4, "ep": 2}, {"recompute": Recompute.FULL}),
+    ("listed", DOUBLE, {"dp_shard": 2, "tp": 2, "ep": 2}, {}),
     ("mixtral", DOUBLE, {"dp_shard": 2, "tp": 2, "ep": 4}, {"recompute": Recompute.SELECTIVE}),
     ("shared", DOUBLE, {"dp_shard": 2, "tp": 2, "ep": 2}, {}),
 ]
@@ -147,23 +179,29 @@ def test_experts_on_ranks_that_split_layers_learn_what_one_process_learns() -> N
             check(report[number], truth, 1e-10 if dtype == DOUBLE else 1e-5)
 
 
-CHAIN: list[Setting] = [
-    ALONE,
-    make_setting({"dp_shard": 2, "tp": 2, "ep": 4}, {}),
-    make_setting({"tp": 2, "ep": 2}, {}),
-    make_setting({"dp_shard": 4, "ep": 2}, {}),
-    make_setting({"dp_shard": 2, "tp": 2}, {}),
-    ALONE,
-]
+CHAINS: dict[str, list[Setting]] = {
+    "experts": [
+        ALONE,
+        make_setting({"dp_shard": 2, "tp": 2, "ep": 4}, {}),
+        make_setting({"tp": 2, "ep": 2}, {}),
+        make_setting({"dp_shard": 2, "tp": 2}, {}),
+        ALONE,
+    ],
+    "listed": [
+        make_setting({"dp_shard": 2, "tp": 2, "ep": 4}, {}),
+        make_setting({"dp_shard": 4, "ep": 2}, {}),
+        ALONE,
+    ],
+}
 
 
-def resume_chain(folder: str) -> dict[int, Any]:
-    """Run a step under each setting, from the checkpoint of the one before."""
+def resume_chain(name: str, folder: str) -> dict[int, Any]:
+    """Run a step under each setting of a chain, from the checkpoint of the one before."""
     torch.set_default_dtype(DOUBLE)
-    job = ALL_JOBS["experts"]()
-    batches = make_batches(job, len(CHAIN))
+    job = ALL_JOBS[name]()
+    batches = make_batches(job, len(CHAINS[name]))
     trained = {}
-    for number, setting in enumerate(CHAIN):
+    for number, setting in enumerate(CHAINS[name]):
         with among(setting.gpus) as here:
             if not here:
                 continue
@@ -178,12 +216,13 @@ def resume_chain(folder: str) -> dict[int, Any]:
 
 
 @pytest.mark.slow
-def test_checkpoints_resume_on_meshes_that_spread_experts_in_other_ways(tmp_path: Path) -> None:
-    reports = everywhere(4, resume_chain, str(tmp_path), timeout_s=300)
+@pytest.mark.parametrize("name", CHAINS)
+def test_checkpoints_resume_on_meshes_that_spread_experts_in_other_ways(name: str, tmp_path: Path) -> None:
+    reports = everywhere(4, resume_chain, name, str(tmp_path), timeout_s=300)
     torch.set_default_dtype(DOUBLE)
     try:
-        for number, setting in enumerate(CHAIN):
-            truth = train_alone(ALL_JOBS["experts"](), float("inf"), number + 1)
+        for number, setting in enumerate(CHAINS[name]):
+            truth = train_alone(ALL_JOBS[name](), float("inf"), number + 1)
             last = {key: truth[key][-1:] for key in ("losses", "norms")} | {"weights": truth["weights"]}
             for report in reports[: setting.gpus]:
                 check(report[number], last, 1e-10)

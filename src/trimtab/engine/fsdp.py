@@ -617,6 +617,9 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
     expert_modules = set() if experts is None else {names[name] for name in experts.layers if name in names}
     blocks = [] if relay is None else list(relay.get_blocks(model).children())
     inside = {id(module) for block in blocks for module in block.modules()}
+    present -= _list_inside(
+        model, [] if experts is None else [name for name in experts.layers if name in names]
+    )
     for unit in (*(unit for unit in units if id(unit) in present), model):
         fill_unit = None if fill is None else functools.partial(_fill_tensor, fill, id(unit) in inside)
         move_module(unit, device, moved_tensors, fill_unit)
@@ -637,6 +640,12 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
         return None
     relay.tensor_mesh = tensor_mesh
     return _connect_stages(model, relay, blocks, stage_mesh)
+
+
+def _list_inside(model: nn.Module, experts: list[str]) -> set[int]:
+    """Return the ids of all modules inside of modules of experts, in which ranks differ: they are no units."""
+    owners = map(model.get_submodule, experts)
+    return {id(module) for owner in owners for module in owner.modules() if module is not owner}
 
 
 def _fill_tensor(fill: FillTensor, inside: bool, tensor: torch.Tensor) -> None:
