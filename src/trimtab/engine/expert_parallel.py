@@ -481,9 +481,9 @@ def _find_named(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
 
 STACK_CURE = "Stack the weights of all experts, and choose among them by index."
 LIST_CURE = (
-    "Move the list and the loop over it into a module, and name that module. Its "
-    "forward(hidden, index, weights) has, for each number and expert of the list: token, choice = torch.where(index == number); output = "
-    "output.index_add(0, token, expert(hidden[token]) * weights[token, choice, None])."
+    "Move the list and the loop over it into a module, and name that module. Its forward(hidden, index, "
+    "weights) has, for each number and expert of the list: token, choice = torch.where(index == number); "
+    "output = output.index_add(0, token, expert(hidden[token]) * weights[token, choice, None])."
 )
 
 

@@ -643,7 +643,7 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
 
 
 def _list_inside(model: nn.Module, experts: list[str]) -> set[int]:
-    """Return the ids of all modules inside of modules of experts, in which ranks differ: they are no units."""
+    """Return the ids of all modules inside of modules of experts, which are no units of their own."""
     owners = map(model.get_submodule, experts)
     return {id(module) for owner in owners for module in owner.modules() if module is not owner}
 
