@@ -25,6 +25,7 @@ from trimtab.api.exploring import open_explorer
 from trimtab.spec.requests import ExploreRequest
 
 ANSWERS = 24
+LIMIT_MS = 100
 READY = "document.getElementById('results').dataset.status === 'ready'"
 EDGE = "document.getElementById('edge').textContent.startsWith('Fits up to')"
 
@@ -50,7 +51,11 @@ def measure_page(url: str, first: int) -> tuple[list[float], list[float]]:
 
 def describe(name: str, values: list[float]) -> str:
     """Return a line about some times."""
-    return f"{name}: median {statistics.median(values):.0f} ms, worst {max(values):.0f} ms of {len(values)}"
+    quick = sum(value < LIMIT_MS for value in values)
+    median, worst = statistics.median(values), max(values)
+    return (
+        f"{name}: median {median:.0f} ms, worst {worst:.0f} ms; {quick} of {len(values)} below {LIMIT_MS} ms"
+    )
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import http.client
 import json
 import re
@@ -23,10 +24,12 @@ import config_samples
 import trimtab
 from browser import CHROMIUM, WHY_NOT, Browser
 from trimtab.api.exploring import open_explorer
+from trimtab.calculator import owners, plans
 from trimtab.calculator.choices import ExploreChoice
 from trimtab.calculator.owners import share_parameters
 from trimtab.calculator.traces import WorkQueue
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
+from trimtab.predict import memory
 from trimtab.predict.memory import OTHERS, PartOwner, group_owners
 from trimtab.spec import BaseFormat, Setting
 from trimtab.spec.requests import ExploreRequest
@@ -217,6 +220,9 @@ def test_each_part_says_what_it_is_and_names_the_modules_that_own_it(server: Exp
         ]
     assert [owner["name"] for owner in described["inputs"]["owners"]] == ["the batch"]
     assert described["context"]["owners"] == []
+    assert "first used in blocks.0.attention.inward" in [
+        owner["name"] for owner in described["workspace"]["owners"]
+    ]
     refused = ask(server, "owners", strategy="ddp")
     assert refused["status"] == "refused"
 
@@ -243,10 +249,10 @@ def test_owners_of_weights_and_optimizer_state_follow_from_the_parameters() -> N
 
 
 def test_the_parts_of_a_trace_are_shared_out_without_a_rest() -> None:
-    owners = group_owners([(f"layer.{number}.{name}", 10) for number in range(3) for name in "abcdefghij"])
-    assert len(owners) == 9
-    assert owners[-1] == PartOwner(OTHERS, 6, 60)
-    assert sum(owner.size for owner in owners) == 300
+    listed = group_owners([(f"layer.{number}.{name}", 10) for number in range(3) for name in "abcdefghij"])
+    assert len(listed) == 9
+    assert listed[-1] == PartOwner(OTHERS, 6, 60)
+    assert sum(owner.size for owner in listed) == 300
 
 
 def test_the_plan_of_a_configuration_is_opened_as_a_page(server: ExploreServer) -> None:
@@ -418,6 +424,10 @@ def test_the_command_repeats_every_choice(server: ExploreServer) -> None:
     assert "seq" not in server.explorer.choices.write_command(own)
 
 
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert [doctest.testmod(module).failed for module in (memory, owners, plans)] == [0, 0, 0]
+
+
 def test_a_port_in_use_is_an_error_with_the_fix() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -570,13 +580,13 @@ def text(browser: Browser, name: str) -> str:
 def use_plan_and_config(browser: Browser, config: Path) -> None:
     """Open owners by click and by key, open the plan, and write a config after its diff."""
     row = "#memory-parts [data-part=weights] button"
-    owners = "document.querySelectorAll('#memory-parts [data-part=weights] .owners li').length"
+    rows = "document.querySelectorAll('#memory-parts [data-part=weights] .owners li').length"
     browser.click(row)
-    browser.wait_for(f"{owners} > 1")
+    browser.wait_for(f"{rows} > 1")
     assert browser.asks(f"document.querySelector('{row}').ariaExpanded") == "true"
     browser.asks(f"document.querySelector('{row}').focus()")
     browser.key("Enter", 13, "\r")
-    browser.wait_for(f"{owners} === 0")
+    browser.wait_for(f"{rows} === 0")
     # The bar itself opens the same list, by a click and by a key.
     mark = "document.querySelector('#memory-bar .mark[aria-label^=activations]')"
     browser.asks(f"{mark}.dispatchEvent(new MouseEvent('click', {{ bubbles: true }}))")

@@ -85,4 +85,6 @@ def name_owner(owner: PartOwner, part: str) -> str:
     """
     if not owner.module:
         return OUTSIDE.get(part, "outside of the modules")
-    return f"{owner.module} ({owner.modules} modules)" if owner.modules > 1 else owner.module
+    name = f"{owner.module} ({owner.modules} modules)" if owner.modules > 1 else owner.module
+    # The libraries keep their workspace, and use it again for other modules.
+    return f"first used in {name}" if part == "workspace" else name
