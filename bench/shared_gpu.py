@@ -126,7 +126,11 @@ class Decoder:
         """Return the mean loss of the next token; a greedy rank runs out of memory once, for real."""
         self.calls += 1
         if self.calls == self.greedy_at and os.environ.get("RANK") == str(self.greedy_rank):
-            self._take_all(batch.device)
+            # Processes that were started again are not greedy again.
+            marker = Path(os.environ[MEMORY_FOLDER]).with_name("greedy")
+            if not marker.exists():
+                marker.touch()
+                self._take_all(batch.device)
         logits = model(batch)[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         note_memory()
@@ -278,6 +282,7 @@ def list_cases() -> Iterator[SharedCase]:
     yield SharedCase(name="experts-1", job="Experts", procs=1)
     yield SharedCase(name="ep-2", job="Experts", pins="ep=2")
     yield SharedCase(name="sharded-pipeline-4", procs=4, pins="pp=2,dp_shard=2")
+    yield SharedCase(name="split-pipeline-4", procs=4, pins="pp=2,tp=2")
     # hsdp copies across nodes, so that on one node only the stages of a pipeline are sharded and copied.
     yield SharedCase(name="hsdp-pipeline-8", procs=8, pins="pp=2,dp_replicate=2,dp_shard=2")
     faults = {
@@ -563,7 +568,7 @@ def _pin_setting(setting: Any) -> Iterator[tuple[str, Any]]:
     yield "compile", False
     yield "recompute", setting.recompute
     yield "gpus", setting.gpus
-    for degree in ("dp_replicate", "dp_shard", "pp", "tp", "cp", "branch"):
+    for degree in ("dp_replicate", "dp_shard", "pp", "tp", "cp", "ep"):
         yield degree, getattr(setting.mesh, degree)
 
 

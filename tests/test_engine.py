@@ -20,6 +20,7 @@ from trimtab.predict.derive import add_buckets, bucket_sizes
 from trimtab.predict.memory import estimate_memory
 from trimtab.predict.step_time import gradient_bytes
 from trimtab.spec import Mesh, Precision, Setting, Strategy
+from trimtab.spec.trace import ZERO_GRADIENTS
 from trimtab.trace.tracer import trace_settings
 from worlds import together, world_of
 
@@ -342,6 +343,10 @@ def test_replicas_derived_from_one_device_hold_what_traced_replicas_hold(job: st
     assert derived.allocated_bytes == pytest.approx(traced.allocated_bytes, rel=0.001)
     assert derived.reserved_bytes == pytest.approx(traced.reserved_bytes, rel=0.02)
     assert derived.parts.gradients == pytest.approx(traced.parts.gradients, rel=0.001)
+    for trace in (add_buckets(one, gradient_bytes(one, double)), two):
+        # A further micro-batch adds to the buckets, which are set to zero before the first one alone.
+        zeroed = [trace.works[place].op == ZERO_GRADIENTS for place in trace.sequence]
+        assert zeroed.index(True) < trace.phases["forward"] == sum(zeroed)
     # The gradients are there once: what a device alone holds at its peak, and at most the buckets more.
     assert traced.allocated_bytes < estimate_memory(one).allocated_bytes + gradient_bytes(one, double)
 

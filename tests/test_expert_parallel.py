@@ -320,7 +320,9 @@ def test_an_estimate_has_the_memory_and_the_traffic_of_the_experts_of_one_rank()
 
 def test_an_estimate_refuses_degrees_before_it_traces() -> None:
     job = f"{Path(expert_jobs.__file__)}:Named"
-    with pytest.raises(WrongUse, match=r"experts share the 8 ranks of dp_shard x cp, which 3.*1, 2, 4, 8"):
+    with pytest.raises(
+        WrongUse, match=r"experts share the 8 ranks of dp_shard x cp x tp, which 3.*1, 2, 4, 8"
+    ):
         trimtab.estimate(job, "8xH100", ep=3)
     with pytest.raises(WrongUse, match="--ep 2 with --strategy ddp"):
         trimtab.estimate(job, "8xH100", strategy="ddp", ep=2)

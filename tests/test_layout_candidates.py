@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -17,7 +18,10 @@ from trimtab.planner.layout_candidates import LayoutProposal, add_layouts, list_
 from trimtab.planner.layout_plans import make_layout_plan, make_setting
 from trimtab.planner.plan import JobTracer
 from trimtab.planner.space import build_space
+from trimtab.planner.usual_batch import assume_batch, find_usual_batch
+from trimtab.predict.layout import DecoderLayout
 from trimtab.spec import BatchLoss, Device, Mesh, Objective, Plan, Policy, Recompute, Workload
+from trimtab.strategies import STRATEGIES, find_training_refusal
 from trimtab.trace.server import WorkerProcess
 
 MODELS = Path(__file__).parent.parent / "bench" / "models"
@@ -57,12 +61,14 @@ def test_a_small_model_is_left_to_data_parallelism() -> None:
 def test_a_large_model_on_many_gpus_gets_layouts_that_train_runs(large: PlanQuestion) -> None:
     proposal = propose(large)
     best = make_setting(proposal.best.layout)
-    assert best.mesh == Mesh(dp_shard=32, tp=8)
+    # Few samples: weights are gathered for few tokens, so that stages which need not gather any are faster.
+    assert best.mesh == Mesh(dp_replicate=4, tp=8, pp=8)
     assert best.gpus == 256
     for ranked in proposal.runnable:
-        layout = ranked.layout
-        assert layout.pp == 1
-        assert 1 in {layout.tp, layout.cp}
+        setting = make_setting(ranked.layout)
+        assert find_training_refusal(setting) is None
+        assert (setting.mesh.pp > 1) == STRATEGIES[setting.strategy].has_schedule
+    assert any(ranked.layout.tp > 1 and ranked.layout.cp > 1 for ranked in proposal.runnable)
     # 64 samples leave 64 GPUs for data parallelism alone.
     assert proposal.data_parallel_s is not None
     assert proposal.data_parallel_s > proposal.best.time.total_s
@@ -74,9 +80,61 @@ def test_a_long_context_does_not_fit_by_data_parallelism_alone() -> None:
     assert proposal.best.layout.cp * proposal.best.layout.tp > 1
 
 
-def test_experts_are_not_split_by_tensor_parallelism() -> None:
+def test_stages_of_trimtab_gather_weights_in_every_pass_and_all_have_the_tables() -> None:
+    search = propose(ask("llama-70b", "32x8xH100", seq=8192, batch=512)).study.search
+    ranked = next(ranked for ranked in search.found if ranked.layout.pp == 2 and ranked.layout.dp_shard > 1)
+    own, estimator = ranked.layout, search.estimator
+    other = dataclasses.replace(own, relayed=False)
+    assert own.relayed
+    assert estimator.count_weights(own, 0)[2] == 2 * estimator.count_weights(other, 0)[2]
+    assert estimator.estimate_memory(own).working < estimator.estimate_memory(other).working
+    assert estimator.estimate_time(own).compute_s > estimator.estimate_time(other).compute_s
+
+
+def test_only_ranks_with_the_same_experts_gather_them() -> None:
+    estimator = propose(ask("mixtral-8x7b", "2x8xH100", seq=4096, batch=1024)).study.search.estimator
+    layout = DecoderLayout(micro_batch=1, micro_batches=64, sequence=4096, dp_shard=16, ep=8)
+    two_nodes = estimator.estimate_time(layout).data_s
+    # Two ranks in different nodes share each expert. With ep 16 none do, and only other weights are gathered.
+    alone = estimator.estimate_time(dataclasses.replace(layout, ep=16)).data_s
+    assert alone < 0.5 * two_nodes
+
+
+@pytest.mark.parametrize("gpus", [16, 24, 256, 2048, 10_240, 16_384])
+def test_the_usual_batch_is_4_to_17_million_tokens_and_divides(gpus: int) -> None:
+    batch = find_usual_batch(8192, gpus)
+    assert 3.9e6 < 8192 * batch < 21.1e6
+    assert any(batch % (gpus >> halves) == 0 for halves in range(4))
+
+
+def test_a_batch_is_assumed_for_large_models_and_several_nodes_only() -> None:
+    large, small = (f"hf:{MODELS / name}" for name in ("llama-70b", "llama-8b"))
+    nodes, node = parse_cluster("32x8xH100"), parse_cluster("8xH100")
+    assumed = assume_batch(large, {}, {}, nodes)
+    assert assumed.options == {"seq": 4096}
+    assert assumed.given["global_batch"] == 1024
+    assert "4.19 million" in assumed.reasons[0].why
+    assert assume_batch(small, {"seq": 8192}, {}, nodes).given["global_batch"] == 512
+    assert assume_batch(small, {"seq": 131_072}, {}, node).reasons == ()
+    assert assume_batch(large, {}, {"global_batch": 64}, nodes).reasons == ()
+    assert assume_batch(large, {"lora": 8}, {}, nodes).reasons == ()
+    assert assume_batch("slm", {}, {}, nodes).reasons == ()
+    assert assume_batch("hf:nowhere", {}, {}, nodes).reasons == ()
+
+
+def test_a_plan_shows_what_published_recipes_take() -> None:
+    made = plan_by_formulas(ask("llama-70b", "32x8xH100", seq=8192, batch=512))
+    recipes = {reason.value: reason.why for reason in made.reasons if reason.subject == "recipe"}
+    assert recipes.keys() == {"torchtitan", "Megatron-Bridge"}
+    assert "tp 4, cp 2, pp 4 x 5" in recipes["Megatron-Bridge"]
+    fewer = plan_by_formulas(ask("llama-70b", "3x8xH100", seq=8192, batch=48))
+    texts = [reason.why for reason in fewer.reasons if reason.value == "Megatron-Bridge"]
+    assert texts == ["Llama 3 70B, it does not fit on these GPUs, or its degrees do not divide them"]
+
+
+def test_ranks_that_split_layers_may_hold_different_experts() -> None:
     proposal = propose(ask("mixtral-8x7b", "2x8xH100", seq=4096, batch=1024))
-    assert {ranked.layout.tp for ranked in proposal.runnable} == {1}
+    assert any(ranked.layout.tp > 1 and ranked.layout.ep > 1 for ranked in proposal.runnable)
 
 
 @pytest.mark.parametrize(

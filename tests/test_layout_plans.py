@@ -69,7 +69,7 @@ def test_a_layout_becomes_a_plan_with_its_degrees_and_figures(piped: Plan) -> No
     assert sum(estimate.pipeline.layers) == 80
     assert piped.by_formulas
     assert piped.options == {"seq": 8192}
-    assert {reason.subject for reason in piped.reasons} >= {"tp", "cp", "pp", "figures", "trainer"}
+    assert {reason.subject for reason in piped.reasons} >= {"tp", "cp", "pp", "figures"}
 
 
 def test_a_plan_of_a_layout_survives_its_file(split: Plan, tmp_path: Path) -> None:
@@ -161,10 +161,19 @@ def test_slurm_gets_all_nodes_and_gpus(split: Plan, piped: Plan) -> None:
 
 
 def test_a_layout_that_train_cannot_run_is_not_started(split: Plan, piped: Plan) -> None:
-    assert batch(split).fault == ""
-    assert "pp 2 with ranks that split layers" in batch(piped).fault
+    assert batch(split).fault == batch(piped).fault == ""
+    other = plan("tp=8,pp=2,virtual_stages=1,cp=1", trainer="megatron")
+    assert "pp 2 with ranks that split layers" in batch(other).fault
+    assert "trainer" in {reason.subject for reason in other.reasons}
     with pytest.raises(WrongUse, match="pp 2 with ranks that split layers"):
-        trimtab.train(JOB, piped)
+        trimtab.train(JOB, other)
+
+
+def test_layouts_of_trimtab_are_those_that_train_runs() -> None:
+    ranking = trimtab.layouts(JOB, **QUESTION, trainer="trimtab", top=40)
+    assert any(row.tp > 1 and row.cp > 1 for row in ranking.rows)
+    assert any(row.pp > 1 for row in ranking.rows)
+    assert any("gather weights in every pass" in note for note in ranking.assumptions)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +188,9 @@ def test_a_layout_that_train_cannot_run_is_not_started(split: Plan, piped: Plan)
         (Strategy.FSDP, Mesh(dp_shard=4, pp=4), False),
         (Strategy.DDP, Mesh(dp_replicate=4, tp=2), False),
         (Strategy.HSDP, Mesh(dp_replicate=2, dp_shard=8, ep=4), True),
-        (Strategy.FSDP, Mesh(dp_shard=8, tp=2, ep=4), False),
+        (Strategy.FSDP, Mesh(dp_shard=8, tp=2, ep=4), True),
         (Strategy.PIPELINE, Mesh(dp_shard=1, cp=2, pp=2, ep=2), True),
-        (Strategy.PIPELINE, Mesh(dp_shard=2, tp=2, pp=2, ep=2), False),
+        (Strategy.PIPELINE, Mesh(dp_shard=2, tp=2, pp=2, ep=2), True),
     ],
 )
 def test_what_train_runs(strategy: Strategy, mesh: Mesh, *, runs: bool) -> None:

@@ -29,11 +29,11 @@ WAYS = {
 }
 
 
-def train(folder: Path, procs: int, *words: str) -> str:
+def train(folder: Path, procs: int, *words: str, job: str = "slm:tiny") -> str:
     """Train a small model with four blocks; return what was printed."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "trimtab", "train", "slm:tiny", "--procs", str(procs)),
+            *(sys.executable, "-m", "trimtab", "train", job, "--procs", str(procs)),
             *("--set", "layers=4", "--set", "seq=32", "--steps", str(STEPS), "--checkpoint-every", "1"),
             *("--out", str(folder), *words),
         ],
@@ -69,3 +69,37 @@ def test_a_kill_and_a_full_memory_change_no_loss(way: str, tmp_path: Path, losse
     assert losses == pytest.approx(losses_alone, rel=1e-4)
     kinds = {event["kind"] for event in read_rows(folder / "events.jsonl")}
     assert {"out-of-memory", "lost-rank"} <= kinds
+
+
+GREEDY_JOB = """
+import os
+from pathlib import Path
+import torch
+from trimtab.jobs.slm import Slm
+
+class Job(Slm):
+    additive, calls = None, 0
+
+    def __init__(self):
+        super().__init__()
+        for name, value in Slm.tiny.items():
+            setattr(self, name, value)
+
+    def loss(self, model, batch):
+        self.calls += 1
+        marker = Path(__file__).with_name("greedy")
+        if self.calls == 2 and os.environ.get("RANK") == "1" and not marker.exists():
+            marker.touch()
+            raise torch.OutOfMemoryError("no memory, as on a GPU that others use")
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_in_the_check_of_the_loss_start_again(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(GREEDY_JOB, encoding="utf-8")
+    folder = tmp_path / "run"
+    train(folder, 2, "--pin", "strategy=fsdp", job=f"{tmp_path / 'job.py'}:Job")
+    reasons = [event["why"] for event in read_rows(folder / "events.jsonl")]
+    assert "rank 1: out of memory: no memory, as on a GPU that others use" in reasons
+    assert len(read_rows(folder / "log.jsonl")) == STEPS

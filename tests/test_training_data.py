@@ -40,6 +40,19 @@ from trimtab.training.loading import (
 )
 from trimtab.training.run_folder import RunFolder, RunIdentity, make_folder_error
 
+# Loading
+
+
+def test_a_batch_with_an_expanded_tensor_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_with_strides(tensor: torch.Tensor) -> torch.Tensor:
+        # Nothing can be pinned without a GPU; there torch copies into memory of the same strides.
+        return torch.empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", copy_with_strides)
+    positions = torch.arange(4).expand(3, 4)
+    assert torch.equal(loading.pin_batch([positions])[0], positions)
+
+
 # Order
 
 

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from trimtab.planner.layouts import LayoutSearch
     from trimtab.spec import Cluster, Device, Plan
 
-TOKENS = 4_194_304
-"""Tokens of a step where no global batch is named."""
-SEQUENCE = 4096
-
 
 @accepts(LayoutsRequest)
 def layouts(request: LayoutsRequest) -> LayoutRanking:
@@ -90,6 +86,7 @@ def study_request(request: LayoutsRequest) -> LayoutStudy:
     from trimtab.jobs.decoder_shape import read_decoder_shape
     from trimtab.planner.layout_plans import LayoutModel, study_layouts
     from trimtab.planner.layouts import TRAINERS
+    from trimtab.planner.usual_batch import SEQUENCE, find_usual_batch
     from trimtab.probe.detect import as_cluster
 
     shape, longest = read_decoder_shape(request.job)
@@ -100,11 +97,12 @@ def study_request(request: LayoutsRequest) -> LayoutStudy:
             cure="Name one of them.",
         )
     sequence = request.seq or min(SEQUENCE, longest or SEQUENCE)
+    cluster = as_cluster(request.on, network=request.network)
     model = LayoutModel(
         shape=shape,
-        cluster=as_cluster(request.on, network=request.network),
+        cluster=cluster,
         sequence=sequence,
-        global_batch=request.global_batch or max(1, TOKENS // sequence),
+        global_batch=request.global_batch or find_usual_batch(sequence, max(1, len(cluster.devices))),
         trainer=request.trainer,
         pins=read_degrees(request.pins),
     )

@@ -227,12 +227,12 @@ def _plan_shared(
 
     name, job, overrides, here = question
     shared = build_cpu_plan(name, describe_job(job, name), ranks, pins, overrides)
-    if shared.choice.mesh.pp > 1:
+    if shared.choice.mesh.tp > 1:
         raise WrongUse(
-            f"{SHARE_VARIABLE}=1 with pp={shared.choice.mesh.pp}",
-            found="stages send each other tensors, and gloo sends from host memory only; NCCL refuses two "
-            "processes on a GPU",
-            cure="Use ddp, fsdp, branch or tp here, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= .",
+            f"{SHARE_VARIABLE}=1 with tp={shared.choice.mesh.tp}",
+            found="ranks that split layers gather them through gloo, which ends the process on a GPU; NCCL "
+            "refuses two processes on a GPU",
+            cure="Use another strategy here, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= .",
         )
     request.say(
         f"{SHARE_VARIABLE}=1: {ranks} processes share {plural(len(here.devices), 'GPU')} through gloo. It is "

@@ -179,6 +179,19 @@ class MfuRow(Row, frozen=True, kw_only=True):
     figures: str
 
 
+class RecipeRow(Row, frozen=True, kw_only=True):
+    """How others train a large decoder; the comments of recipes.toml explain each key."""
+
+    name: str
+    model: str
+    layers: int
+    width: int
+    experts: int = 0
+    trainer: str
+    degrees: dict[str, int]
+    sequence: tuple[int, int]
+
+
 class PublicRow(Row, frozen=True, kw_only=True):
     """Published step times on a device over predicted ones: rows and median ratio by source."""
 
@@ -315,6 +328,12 @@ def host_links() -> tuple[HostLinkRow, ...]:
 def mfu_references() -> tuple[MfuRow, ...]:
     """Return the MFU of published runs, by device and kind of model."""
     return msgspec.convert(_load_toml("mfu.toml")["reference"], tuple[MfuRow, ...])
+
+
+@cache
+def recipes() -> tuple[RecipeRow, ...]:
+    """Return published recipes of large decoders."""
+    return msgspec.convert(_load_toml("recipes.toml")["recipe"], tuple[RecipeRow, ...])
 
 
 @cache

@@ -99,6 +99,8 @@ class ExpertGroup:
         """Names of the modules of experts."""
         self.record: Callable[[Any], None] | None = None
         """Called just before each collective."""
+        self.tensor_mesh: Any = None
+        """Mesh of the ranks that split layers, which have the same tokens; None without them."""
         self.input_dtype: torch.dtype | None = None
         """What FSDP casts the inputs of experts to."""
         self._group = mesh.get_group()
@@ -293,6 +295,36 @@ class CollectResults(torch.autograd.Function):
         return ctx.route.send(gradient, ctx.order), None, None
 
 
+def _gather(tensor: Any) -> torch.Tensor:
+    """Return a tensor that all ranks which split layers have all of."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole: torch.Tensor = tensor
+    return whole.redistribute(placements=[Replicate()]) if isinstance(whole, DTensor) else whole
+
+
+def _take_part(rows: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Return this rank's part of rows that all ranks of a mesh have."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(rows, DTensor):
+        rows = DTensor.from_local(rows, mesh, [Replicate()], run_check=False)
+    return rows.redistribute(placements=[Shard(0)]).to_local()
+
+
+def _join_parts(part: torch.Tensor, mesh: Any, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor that all ranks of a mesh have, from the rows of each of them."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    rows = torch.Size((shape[:-1].numel(), shape[-1]))
+    joined = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=rows, stride=(rows[1], 1))
+    joined = joined.redistribute(placements=[Replicate()])
+    if rows == shape:
+        return joined
+    # FSDP warns of outputs that are views.
+    return DTensor.from_local(joined.to_local().reshape(shape), mesh, [Replicate()], run_check=False)
+
+
 class SplitExperts:
     """Forward pass of a module of experts whose weights are on several ranks."""
 
@@ -310,11 +342,27 @@ class SplitExperts:
     def __call__(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Send tokens to their experts, run the module's own forward pass, and collect the results."""
+        """Send tokens to their experts, run the module's own forward pass, and collect the results.
+
+        Ranks that split layers have the same tokens: each of them sends its part, and they gather the
+        results.
+        """
+        mesh = self._group.tensor_mesh
+        if mesh is None:
+            return self._run_tokens(hidden, index, weights, *args, **kwargs)
+        rows = hidden.shape[:-1].numel()
+        parts = [_take_part(_gather(tensor).reshape(rows, -1), mesh) for tensor in (hidden, index, weights)]
+        return _join_parts(self._run_tokens(*parts, *args, **kwargs), mesh, hidden.shape)
+
+    def _run_tokens(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         tokens = hidden.reshape(-1, hidden.shape[-1])
         if self._group.input_dtype is not None:
             # FSDP of torch 2.11 casts inputs in the forward pass, and not when a block is recomputed.
             tokens, weights = tokens.to(self._group.input_dtype), weights.to(self._group.input_dtype)
+        if self._group.size == 1:
+            return self._run(tokens, index, weights, *args, **kwargs).to(hidden.dtype)
         index = index.reshape(tokens.shape[0], -1)
         route, experts = self._plan_route(index)
         order = torch.argsort(index.reshape(-1), stable=True)
@@ -422,32 +470,35 @@ def _takes_choices(module: nn.Module) -> bool:
 
 
 def arrange_experts(
-    model: nn.Module, setting: Setting, device: str, names: Sequence[str] = ()
+    model: nn.Module, setting: Setting, device: str, counts: dict[str, int]
 ) -> ExpertGroup | None:
-    """Let the modules of experts send tokens to the ranks of their experts; None if the setting has none."""
-    ep = setting.mesh.ep
-    if ep == 1:
+    """Let the modules of experts send tokens to the ranks of their experts; None if the setting has none.
+
+    Ranks that split layers between them share the tokens of experts, even if all have the same experts.
+    `counts` are the modules of experts by name, with their number of experts.
+    """
+    mesh = setting.mesh
+    if mesh.ep == 1 and (mesh.tp == 1 or not counts):
         return None
-    found = find_experts(model, names)
-    check_experts(found, ep)
+    check_experts(counts, mesh.ep)
     group = make_expert_group(setting, device)
-    for layer, (name, experts) in enumerate(found.items()):
+    for layer, (name, experts) in enumerate(counts.items()):
         module = model.get_submodule(name)
         vars(module)["forward"] = SplitExperts(module, layer, experts, group)
         group.layers.append(name)
     return group
 
 
-def check_experts(found: dict[str, int], ep: int) -> None:
+def check_experts(counts: dict[str, int], ep: int) -> None:
     """Raise if a model has no experts, or a number of them that ranks cannot share."""
-    if not found:
+    if not counts:
         raise WrongUse(
             f"ep={ep}",
             found="the model has no experts that trimtab can spread: modules with num_experts, stacked "
             "weights, and forward(hidden, index, weights)",
             cure="Leave ep out, or name them in `expert_modules` of the job.",
         )
-    for name, experts in found.items():
+    for name, experts in counts.items():
         if experts % ep:
             legal = [str(number) for number in range(1, experts + 1) if experts % number == 0]
             raise WrongUse(
@@ -462,6 +513,8 @@ def describe_experts(group: ExpertGroup | None, imbalance: float) -> list[str]:
     if group is None:
         return []
     layers = plural(len(group.layers), "layer")
+    if group.size == 1:
+        return [f"tp: ranks that split layers share the tokens of the experts of {layers}, which are shards"]
     tokens = "every rank gets as many tokens as the others"
     if imbalance > 1:
         tokens = f"this rank gets {imbalance:g} times as many tokens as the mean rank"
@@ -475,7 +528,7 @@ def make_expert_group(setting: Setting, device: str) -> ExpertGroup:
     from torch.utils._python_dispatch import _disable_current_modes
 
     mesh = setting.mesh
-    axes = {"dp_shard_mod_ep": mesh.shards // mesh.ep, "ep": mesh.ep}
+    axes = {"dp_shard_mod_ep": mesh.expert_ranks // mesh.ep, "ep": mesh.ep}
     if mesh.dp_replicate > 1:
         axes = {"dp_replicate": mesh.dp_replicate, **axes}
     same_experts = tuple(axes)[:-1]

@@ -588,7 +588,7 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
     if cast is not None:
         widen_norms(model)
     mesh, tensor_mesh, stage_mesh = make_device_mesh(setting, device)
-    splitter = None if plan is None else TensorSplitter(model, plan, tensor_mesh)
+    splitter = None if plan is None else TensorSplitter(model, plan, tensor_mesh, experts)
     # Memory can only be pinned for a GPU.
     is_offloaded = Offload.PARAMS in setting.offload
     offload = CPUOffloadPolicy(pin_memory=device != "cpu") if is_offloaded else OffloadPolicy()
@@ -629,7 +629,7 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
             if experts is not None and id(module) in expert_modules:
                 split_experts(module, experts)
                 moved_tensors.clear()
-                shard(module, experts.shard_mesh, setting.mesh.shards // setting.mesh.ep)
+                shard(module, experts.shard_mesh, setting.mesh.expert_ranks // setting.mesh.ep)
                 expert_modules.remove(id(module))
         shard(unit, mesh, setting.mesh.shards)
         moved_tensors.clear()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from trimtab.catalog.tables import recipes
 from trimtab.errors import WrongUse
 from trimtab.jobs.decoder_shape import read_decoder_shape
 from trimtab.planner.layout_plans import (
@@ -19,11 +20,12 @@ from trimtab.planner.layout_plans import (
     place_ranks,
     study_layouts,
 )
-from trimtab.planner.layouts import ALIKE, count_splits
+from trimtab.planner.layouts import ALIKE, OWN, count_splits
 from trimtab.planner.space import Family, Space, count_workers, make_layout, pick_precision
+from trimtab.planner.usual_batch import LARGE
 from trimtab.predict.calibration import find_speed
 from trimtab.spec import Allocator, Objective, Precision, Reason, Recompute
-from trimtab.strategies import STRATEGIES, find_training_refusal
+from trimtab.strategies import STRATEGIES
 from trimtab.units import plural
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 
 ERROR = 0.1
 """Error of the formulas' step times over several nodes (docs/layouts.md): smaller gains are not believed."""
-LARGE = 20e9
-"""Weights of a model from which all data-parallel settings take minutes to trace."""
 MOST_TRACED_GPUS = 2048
 """On more GPUs, the groups of ranks take longer to set up than the step takes to trace."""
 TRACED_MESHES = 2
@@ -53,7 +53,7 @@ FORMULA_DTYPES = Precision.BF16.dtypes
 """What the formulas assume."""
 FREE_PINS = frozenset({"workers", "allocator"})
 """Pins that formulas need not know."""
-NOT_COMPILED = "trimtab does not compile steps with tp, cp or ep"
+NOT_COMPILED = "trimtab does not compile steps with tp, cp, ep or pp"
 USUAL_TOKENS = 1 << 20
 """Tokens of a step below which a plan of a large model asks whether the batch is meant so."""
 
@@ -122,6 +122,7 @@ def _study_question(question: PlanQuestion, overrides: Mapping[str, Any]) -> Lay
             sequence=workload.sample_length,
             global_batch=workload.global_batch,
             memory_share=policy.memory_share,
+            trainer=OWN,
         )
     )
 
@@ -149,19 +150,19 @@ def _put_simplest_first(runnable: list[RankedLayout]) -> tuple[RankedLayout, ...
 
 
 def _list_runnable(study: LayoutStudy) -> Iterator[RankedLayout]:
-    """Yield the fastest layout of each mesh that `trimtab train` runs; pipelines are searched by traces."""
+    """Yield the fastest layout of each mesh that a strategy has."""
     cluster = study.model.cluster
     seen = set()
     for ranked in study.search.found:
-        layout = ranked.layout
-        if layout.pp > 1 or _is_foreign(study, ranked):
+        setting = make_setting(ranked.layout)
+        mesh = setting.mesh
+        degrees: dict[str, Any] = {"tp": mesh.tp, "cp": mesh.cp, "ep": mesh.ep}
+        if mesh.pp > 1:
+            degrees |= {"pp": mesh.pp, "dp_shard": mesh.dp_shard, "dp_replicate": mesh.dp_replicate}
+        meshes = STRATEGIES[setting.strategy].meshes_within(mesh.size, nodes=len(cluster.nodes), **degrees)
+        if mesh in seen or mesh not in meshes:
             continue
-        setting = make_setting(layout)
-        degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
-        meshes = STRATEGIES[setting.strategy].meshes_within(layout.gpus, nodes=len(cluster.nodes), **degrees)
-        if setting.mesh in seen or setting.mesh not in meshes:
-            continue
-        seen.add(setting.mesh)
+        seen.add(mesh)
         yield ranked
 
 
@@ -215,9 +216,11 @@ def _list_families(
     # One sample at a time is the way out if a step needs more memory than formulas say.
     samples = setting.micro_batch * setting.accumulation
     splits = tuple(dict.fromkeys(((setting.micro_batch, setting.accumulation), (1, samples))))
+    ways = (("schedule", setting.schedule), ("virtual_stages", setting.virtual_stages)) * (layout.pp > 1)
     for recompute in recomputes:
         for compiled in (False,) if is_split(ranked) else (False, True):
             yield Family(
+                ways=ways,
                 layout=places,
                 strategy=setting.strategy,
                 mesh=setting.mesh,
@@ -280,7 +283,7 @@ def list_degree_reasons(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
         yield Reason(
             subject="figures",
             value="traced",
-            why=f"formulas say {chosen.time.total_s:.3g} s a step: they assume fused kernels",
+            why=f"formulas say {chosen.time.total_s:.3g} s a step",
         )
     meshes = len({look.setting.mesh for look in plan.looked_at})
     traced = f", {meshes} traced of {len(proposal.runnable)} that trimtab train runs" if meshes else ""
@@ -302,25 +305,25 @@ def list_degree_reasons(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
 
 
 def note_other_trainers(proposal: LayoutProposal, plan: Plan, chosen: RankedLayout) -> Iterator[Reason]:
-    """Yield the command for a layout that only other trainers run, if it is clearly faster."""
-    study = proposal.study
-    fastest = study.search.found[0]
-    saved = 1 - fastest.time.total_s / chosen.time.total_s
-    layout, model = fastest.layout, study.model
-    is_foreign = _is_foreign(study, fastest)
-    if fastest is chosen or saved <= WORTH_A_NOTE or not (is_foreign or layout.pp > 1):
-        return
-    if not is_foreign:
-        inner = [
-            f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1
-        ]
-        degrees = ",".join([f"pp={layout.pp}", f"dp_shard={layout.dp_shard}", *inner])
-        yield Reason(
-            subject="faster",
-            value="pipeline",
-            why=f"{saved:.0%} less time a step by formulas, if weights stay gathered; to trace it, "
-            f"plan with --pin {degrees}",
-        )
+    """Yield what published recipes take, and the command for a layout of another trainer that is faster."""
+    model = proposal.study.model
+    ours_s = chosen.time.total_s
+    for recipe in recipes():
+        shape, (least, most) = model.shape, recipe.sequence
+        is_same = (recipe.layers, recipe.width, recipe.experts) == (shape.layers, shape.width, shape.experts)
+        if not is_same or not least <= model.sequence <= most:
+            continue
+        pinned = model._replace(trainer=recipe.trainer, pins=recipe.degrees)
+        found = study_layouts(pinned).search.found
+        if not found and "ep" in recipe.degrees:
+            found = study_layouts(pinned._replace(pins=_halve_experts(recipe.degrees))).search.found
+        why = "it does not fit on these GPUs, or its degrees do not divide them"
+        if found:
+            why = f"{_name_degrees(found[0])}: {compare_formulas(found[0].time.total_s, ours_s)}"
+        yield Reason(subject="recipe", value=recipe.name, why=f"{recipe.model}, {why}")
+    fastest = study_layouts(model._replace(trainer="torchtitan")).search.found[0]
+    layout = fastest.layout
+    if 1 - fastest.time.total_s / ours_s <= WORTH_A_NOTE:
         return
     pins = {axis: getattr(layout, axis) for axis in AXES if axis != "ep" or model.shape.experts}
     pins |= {"virtual_stages": layout.virtual_stages} if layout.pp > 1 else {}
@@ -331,19 +334,31 @@ def note_other_trainers(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
     yield Reason(
         subject="faster",
         value="torchtitan",
-        why=f"{saved:.0%} less time a step by formulas, but trimtab train cannot run it: {command}",
+        why=f"{_name_degrees(fastest)}: {compare_formulas(fastest.time.total_s, ours_s)}; its steps are "
+        f"compiled{', and its stages keep gathered weights' * (layout.pp > 1)}: {command}",
     )
 
 
-def _is_foreign(study: LayoutStudy, ranked: RankedLayout) -> bool:
-    """Whether `trimtab train` cannot run a layout.
+def _halve_experts(degrees: Mapping[str, int]) -> dict[str, int]:
+    """Return degrees with half as many ranks for the experts, for fewer ranks than a recipe has."""
+    return {**degrees, "ep": max(1, degrees["ep"] // 2)}
 
-    Attention of split heads is not split over sequences, and experts are not split over tp.
-    """
+
+def _name_degrees(ranked: RankedLayout) -> str:
+    """Return the degrees of a layout in words."""
     layout = ranked.layout
-    if layout.tp > 1 and (layout.cp > 1 or study.model.shape.experts):
-        return True
-    return find_training_refusal(make_setting(layout)) is not None
+    degrees = [f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
+    words = ", ".join(degrees) or "data parallelism alone"
+    return (
+        words.replace(f"pp {layout.pp}", f"pp {layout.pp} x {layout.virtual_stages}")
+        if layout.virtual_stages > 1
+        else words
+    )
+
+
+def compare_formulas(other_s: float, ours_s: float) -> str:
+    """Return two step times by formulas in words."""
+    return f"{other_s:.3g} s a step by formulas, this plan {ours_s:.3g} s"
 
 
 def _name_cluster(cluster: Cluster) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.catalog.facts import facts_of
 from trimtab.errors import WrongUse
 from trimtab.planner.explanations import add_run_totals, compare_step, compute_cost, format_step
-from trimtab.planner.layouts import TRAINERS, LayoutQuestion, LayoutSearch
+from trimtab.planner.layouts import OWN, TRAINERS, LayoutQuestion, LayoutSearch
 from trimtab.planner.space import make_layout
 from trimtab.predict.calibration import find_speed, read_own_calibration
 from trimtab.predict.communication import describe_network, find_links
@@ -33,7 +33,7 @@ from trimtab.spec import (
     StepTime,
     Verdict,
 )
-from trimtab.strategies import find_training_refusal, strategy_by_degrees
+from trimtab.strategies import STRATEGIES, find_training_refusal, strategy_by_degrees
 from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ PRECISION_NOTE = (
     "bf16 with weights, gradients and AdamW in float32; attention by a flash kernel; norms are fused"
 )
 OPTIMIZER_NOTE = "data-parallel ranks share the states of the optimizer (Megatron-LM's distributed optimizer)"
+STAGES_NOTE = "with pipeline stages, weights stay gathered between micro-batches"
+OWN_STAGES_NOTE = (
+    "pipeline stages gather weights in every pass, and each has the embedding and the head; steps that split "
+    "layers, sequences, experts or stages are not compiled"
+)
 RUNNERS_UP = 5
 LOADERS = 4
 """Loader processes per rank."""
@@ -160,11 +165,11 @@ class LayoutStudy:
         """Yield what the figures take for granted."""
         trainer, shape, devices = self.model.trainer, self.model.shape, self.model.cluster
         yield PRECISION_NOTE
-        if trainer == "torchtitan":
-            yield "data-parallel ranks share weights, gradients and states (FSDP2)"
-            yield "with pipeline stages, weights stay gathered between micro-batches"
-        else:
+        if TRAINERS[trainer] is Sharding.OPTIMIZER:
             yield OPTIMIZER_NOTE
+        else:
+            yield "data-parallel ranks share weights, gradients and states (FSDP2)"
+            yield OWN_STAGES_NOTE if trainer == OWN else STAGES_NOTE
         yield BY_FORMULAS
         if shape.experts:
             yield "experts get equal numbers of tokens; no capacity limit drops any"
@@ -206,15 +211,21 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
             cure="Run `trimtab calibrate`.",
         )
     context = facts_of(device).memory.sharded_context_bytes + NCCL_BYTES
+    # A plan for trimtab's own trainer fits by its upper band, as traced plans do.
+    room = ROOM * (1 + MEMORY_ERROR) if model.trainer == OWN else ROOM
+    usable = device.memory_bytes * model.memory_share
+    # The band is of the whole process, the CUDA context included.
+    usable -= context * (1 + MEMORY_ERROR * (model.trainer == OWN))
     question = LayoutQuestion(
         shape=model.shape,
         sequence=model.sequence,
         global_batch=model.global_batch,
         gpus=gpus,
         per_node=max(len(node.devices) for node in cluster.nodes),
-        sharding=TRAINERS[model.trainer],
-        budget_bytes=int((device.memory_bytes * model.memory_share - context) / ROOM),
+        trainer=model.trainer,
+        budget_bytes=int(usable / room),
         pins=model.pins,
+        refuse=explain_refusal if model.trainer == OWN else lambda _: "",
     )
     estimator = LayoutEstimator(model.shape, speed.pace, speed.host, find_links(cluster, gpus, own))
     search = LayoutSearch(question, estimator).run()
@@ -236,7 +247,6 @@ def make_setting(layout: DecoderLayout) -> Setting:
     Ranks that shard only the states of the optimizer, as in Megatron-LM, have copies of the weights.
     """
     copies, shards = layout.dp_replicate, layout.dp_shard
-    is_split = {layout.tp, layout.cp, layout.ep} != {1}
     has_copies = layout.sharding is Sharding.OPTIMIZER and layout.ep == 1
     if has_copies:
         copies, shards = layout.dp, 1
@@ -244,7 +254,7 @@ def make_setting(layout: DecoderLayout) -> Setting:
     strategy = strategy_by_degrees(
         replicated=not is_alone and (has_copies or copies > 1),
         sharded=not is_alone and not has_copies,
-        staged=not has_copies and layout.pp > 1 and not is_split,
+        staged=not has_copies and layout.pp > 1,
     )
     degrees = {axis: degree for axis in AXES if (degree := getattr(layout, axis)) > 1}
     return Setting(
@@ -259,6 +269,15 @@ def make_setting(layout: DecoderLayout) -> Setting:
         schedule=Schedule.INTERLEAVED if layout.virtual_stages > 1 else Schedule.ONE_F_ONE_B,
         virtual_stages=layout.virtual_stages,
     )
+
+
+def explain_refusal(layout: DecoderLayout) -> str:
+    """Return why `trimtab train` does not run a layout; empty if it does."""
+    setting = make_setting(layout)
+    if find_training_refusal(setting) is not None:
+        return "trimtab train does not run these degrees together"
+    is_illegal = layout.pp > 1 and STRATEGIES[setting.strategy].explain_illegal(setting)
+    return "the micro-batches do not suit the schedule" if is_illegal else ""
 
 
 def make_layout_plan(  # noqa: PLR0913 - parts of a plan
@@ -352,7 +371,7 @@ def list_layout_reasons(
     yield Reason(subject="recompute", value=setting.recompute.value, why=full)
     refusal = find_training_refusal(setting)
     if refusal is not None:
-        runs = "torchtitan" if study.model.trainer == "torchtitan" else "Megatron-LM"
+        runs = "Megatron-LM" if TRAINERS[study.model.trainer] is Sharding.OPTIMIZER else "torchtitan"
         yield Reason(subject="trainer", value=runs, why=f"trimtab train cannot run it: {refusal.found}")
     yield Reason(subject="figures", value="formulas", why="no step was traced; memory within 10 %")
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.planner.degrees import list_divisors
+from trimtab.predict.decoder import BlockKernels
 from trimtab.predict.layout import DecoderLayout, LayoutEstimator, LayoutMemory, LayoutTime, Sharding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from trimtab.spec import DecoderShape
 
@@ -27,8 +28,17 @@ ALIKE = 1.03
 """Step times within this factor count as equal: predictions are less exact."""
 DEGREES = ("tp", "cp", "pp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "micro_batch")
 """Degrees that can be pinned."""
-TRAINERS = {"torchtitan": Sharding.WEIGHTS, "megatron": Sharding.OPTIMIZER}
+TRAINERS = {
+    "torchtitan": Sharding.WEIGHTS,
+    "megatron": Sharding.OPTIMIZER,
+    "trimtab": Sharding.WEIGHTS,
+}
 """Whose way of sharding data-parallel ranks have."""
+OWN = "trimtab"
+EAGER_KERNELS = BlockKernels(fused=False, fused_loss=False, stops_early=True)
+"""Of steps that trimtab does not compile: those of split layers, sequences, experts and stages."""
+RING_KERNELS = replace(EAGER_KERNELS, attention="aten::_scaled_dot_product_flash_attention")
+"""Parts of a ring are put together by the scales that this attention returns."""
 
 
 class RankedLayout(NamedTuple):
@@ -48,10 +58,12 @@ class LayoutQuestion:
     global_batch: int
     gpus: int
     per_node: int
-    sharding: Sharding
+    trainer: str
     budget_bytes: int
     """Memory that tensors may take on each device."""
     pins: Mapping[str, int]
+    refuse: Callable[[DecoderLayout], str] = lambda _: ""
+    """Returns why the trainer does not run a layout; empty if it does."""
 
     def allows(self, **degrees: int) -> bool:
         """Return whether the pins allow these degrees."""
@@ -76,6 +88,9 @@ class LayoutSearch:
         """Estimate every legal layout that fits; sort the rest away by reason."""
         for layout in self._list_layouts():
             self.examined += 1
+            if reason := self.question.refuse(layout):
+                self.ruled_out[reason] += 1
+                continue
             memory = self.estimator.estimate_memory(layout)
             if memory.total > self.question.budget_bytes:
                 self.ruled_out["does not fit in memory"] += 1
@@ -120,11 +135,14 @@ class LayoutSearch:
                 cp=cp,
                 pp=pp,
                 dp_shard=dp,
-                sharding=question.sharding,
+                sharding=TRAINERS[question.trainer],
             )
             for ep in self._list_expert_degrees(dp * cp):
                 for shards in self._list_shards(dp, tp * cp, ep):
                     spread = replace(base, ep=ep, dp_shard=shards, dp_replicate=dp // shards)
+                    if question.trainer == OWN and count_splits(spread):
+                        kernels = RING_KERNELS if cp > 1 else EAGER_KERNELS
+                        spread = replace(spread, relayed=pp > 1, kernels=kernels)
                     yield from self._list_batches(spread)
 
     def _list_model_degrees(self) -> Iterator[tuple[int, int, int]]:

@@ -31,6 +31,7 @@ from trimtab.planner.layout_candidates import (
 from trimtab.planner.layout_plans import make_layout_plan
 from trimtab.planner.plan_files import collect_fingerprints, read_versions
 from trimtab.planner.space import list_shard_counts
+from trimtab.planner.usual_batch import assume_batch
 from trimtab.planner.verify import note_unverified, verify_choice
 from trimtab.predict.calibration import own_folder, read_own_calibration
 from trimtab.predict.derive import direct_shards
@@ -178,7 +179,8 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
     `partial`, Ctrl-C returns the best so far as a plan that is not `complete`. With `verify_s`, torch's
     compiler verifies the choice, for so many seconds.
     """
-    given, started = given or {}, monotonic()
+    started = monotonic()
+    overrides, given, assumed_batch = assume_batch(job, overrides, given or {}, cluster)
     with WorkerProcess() as worker:
         if not (cache and has_summary(job, overrides)):
             # The worker process will be needed: it loads the job while this process reads the workload.
@@ -218,7 +220,10 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
             is_verified = verify_s is None or plan.estimate.verified or not is_guessed(plan.choice)
             if plan.complete and not plan.by_formulas and is_verified:
                 PLANS.store(plan_key, plan.to_json())
-    return plan.replace(folder=str(Path.cwd()))
+    reasons = tuple(
+        reason for reason in plan.reasons if assumed_batch == () or reason.subject != "global_batch"
+    )
+    return plan.replace(folder=str(Path.cwd()), reasons=(*reasons, *assumed_batch))
 
 
 def _plan_layouts(

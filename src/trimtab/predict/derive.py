@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.predict.step_time import gradient_bytes
 from trimtab.spec import PARTS, Work
-from trimtab.spec.trace import GRADIENT
+from trimtab.spec.trace import GRADIENT, ZERO_GRADIENTS
 from trimtab.strategies import strategy_of
 from trimtab.strategies.base import Derivation
 from trimtab.strategies.fsdp import ANCHORS
@@ -366,7 +366,7 @@ def _add_bucket_works(trace: Trace, gradients: list[int], total: int) -> Trace:
     if not trace.sequence or "optimizer" not in trace.phases:
         return trace
     dtype = next((work.dtype for work in trace.works if work.kind == "optimizer"), "float32")
-    zero = Work(op="aten::_foreach_zero_", kind="pointwise", dtype=dtype, write_bytes=total, dims=(0, total))
+    zero = Work(op=ZERO_GRADIENTS, kind="pointwise", dtype=dtype, write_bytes=total, dims=(0, total))
     sums = [
         Work(
             op="aten::add_",
@@ -382,7 +382,7 @@ def _add_bucket_works(trace: Trace, gradients: list[int], total: int) -> Trace:
     places = [works.setdefault(work, len(works)) for work in (zero, *sums)]
     update = trace.phases["optimizer"]
     sequence = (places[0], *trace.sequence[:update], *places[1:], *trace.sequence[update:])
-    phases = {"forward": 0, "backward": 1, "optimizer": 1 + len(sums)}
+    phases = {"forward": 1, "backward": 1, "optimizer": 1 + len(sums)}
     return trace.replace(
         works=tuple(works),
         sequence=sequence,

@@ -100,6 +100,12 @@ class DecoderLayout:
     """Whether each block stores attention and every second product (torchtitan's way by operation)."""
     keeps_gathered: bool = False
     """Whether gathered weights stay until the backward pass (ZeRO-2), instead of being gathered again."""
+    copies_shards: bool = True
+    """Whether gathered weights are copied out of a buffer, and gradients into one, as FSDP2 does; others
+    gather into the weights themselves."""
+    relayed: bool = False
+    """Whether stages are trimtab's: each has the embedding and the head, and gathers weights in every pass;
+    else weights stay gathered between micro-batches."""
     kernels: BlockKernels = FUSED_KERNELS
     dtype: str = "bfloat16"
     gradients: str = "float32"
@@ -138,9 +144,24 @@ class DecoderLayout:
         return BlockRecompute.SELECTIVE if self.selective_recompute else BlockRecompute.NONE
 
     @property
+    def gathers_in_passes(self) -> bool:
+        """Whether every pass of a micro-batch gathers weights and shares gradients."""
+        return self.sharding is Sharding.WEIGHTS and (self.pp == 1 or self.relayed)
+
+    @property
     def shards(self) -> int:
         """Ranks that share weights or states: those with the same part of the model in different data."""
         return self.dp_shard * self.cp if self.sharding is not Sharding.NONE else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the weights or states of an expert.
+
+        Ranks of an expert-parallel group have different experts. Those that split layers are among them, or
+        hold shards of the same experts; without such groups, they split the experts too.
+        """
+        ranks = self.shards * self.tp if self.ep > 1 else self.shards
+        return max(1, ranks // self.ep) if self.sharding is not Sharding.NONE else 1
 
 
 class PassTime(NamedTuple):
@@ -226,6 +247,7 @@ class LayoutEstimator:
         self._block_s = lru_cache(maxsize=None)(self._time_block)
         self._ends_s = lru_cache(maxsize=None)(self._time_ends)
         self._update_s = lru_cache(maxsize=None)(self._time_update)
+        self._copy_s = lru_cache(maxsize=None)(self._time_copy)
         self._kinds = lru_cache(maxsize=None)(self._list_kinds)
 
     # memory
@@ -240,6 +262,8 @@ class LayoutEstimator:
         experts = blocks * shape.experts * shape.expert_weights
         experts //= layout.ep if layout.ep > 1 else layout.tp
         ends = (stage == 0) + (stage == layout.pp - 1 and not (shape.tied and layout.pp == 1))
+        if layout.relayed:
+            ends = 1 if shape.tied else 2
         return dense, experts, ends * shape.table_weights // layout.tp
 
     def count_kinds(self, layout: DecoderLayout, stage: int) -> tuple[int, int]:
@@ -274,9 +298,7 @@ class LayoutEstimator:
         dense, experts, tables = self.count_weights(layout, stage)
         own = dense + tables
         width, sums = DTYPE_BYTES[layout.dtype], DTYPE_BYTES[layout.gradients]
-        # Experts are different on the ranks of an expert-parallel group, so fewer ranks share each of them.
-        expert_shards = max(1, layout.shards // layout.ep)
-        sharded = own // layout.shards + experts // expert_shards
+        sharded = own // layout.shards + experts // layout.expert_shards
         share = layout.share
         hidden = share.tokens * self.shape.width * width
         ends = (stage == 0) + (stage == layout.pp - 1)
@@ -289,8 +311,8 @@ class LayoutEstimator:
             optimizer = STATE_BYTES * sharded
             # The block that runs and the next one are gathered; one has its gradients whole.
             working = block * (2 * width + width + sums) + 2 * hidden + inner
-            if layout.pp > 1:
-                # Weights stay gathered between micro-batches; gradients are summed before they are shared.
+            if layout.pp > 1 and not layout.relayed:
+                # Gradients are summed before they are shared.
                 working = (own + experts) * (width + sums) + 2 * hidden + inner
         else:
             weights, gradients = width * (own + experts), sums * (own + experts)
@@ -443,7 +465,7 @@ class LayoutEstimator:
             sent = crossings * self.links.send_s(size, layout.gpus // stages)
         device, exchange = rounds * slowest.device_s, rounds * slowest.exchange_s
         return LayoutTime(
-            compute_s=device,
+            compute_s=device + self._copies_s(layout),
             launch_s=max(0.0, rounds * slowest.total_s - device - exchange),
             within_layers_s=exchange,
             bubble_s=waiting / layout.virtual_stages,
@@ -454,26 +476,16 @@ class LayoutEstimator:
 
     def _data_s(self, layout: DecoderLayout, slowest: PassTime) -> float:
         """Return what is not hidden of sharing weights and summing gradients over data-parallel ranks."""
-        links, ranks, apart = self.links, layout.dp_shard * layout.cp, layout.tp
-        numbers = sum(self.count_weights(layout, 0))
-        sums = numbers * DTYPE_BYTES[layout.gradients]
-        gathered = numbers * (1 if layout.kernels.float8 is Float8.TENSOR else DTYPE_BYTES[layout.dtype])
         passes = layout.micro_batches
-        copies_s = links.all_reduce_s(
-            sums // (ranks if layout.sharding is not Sharding.NONE else 1),
-            layout.dp_replicate * (ranks if layout.sharding is Sharding.NONE else 1),
-            apart=apart if layout.sharding is Sharding.NONE else apart * ranks,
-        )
-        seconds, hidden, exposed = copies_s, slowest.total_s * 2 / 3, 0.0
-        if layout.sharding is Sharding.WEIGHTS and layout.pp == 1:
-            gathers = passes * (1 if layout.keeps_gathered else 2)
-            seconds += gathers * links.all_gather_s(gathered, ranks, apart=apart)
-            seconds += passes * links.reduce_scatter_s(sums, ranks, apart=apart)
+        parts = [self._exchange_weights_s(layout, *part) for part in self._list_parts(layout)]
+        copies, gathers, scatters = (sum(part[place] for part in parts) for place in range(3))
+        seconds, hidden, exposed = copies, slowest.total_s * 2 / 3, 0.0
+        if layout.gathers_in_passes:
+            seconds += passes * ((1 if layout.keeps_gathered else 2) * gathers + scatters)
             hidden = passes * slowest.total_s
         elif layout.sharding is not Sharding.NONE:
-            gather_s = links.all_gather_s(gathered, ranks, apart=apart)
-            exposed = 0.0 if layout.overlaps_gather else gather_s
-            seconds += gather_s - exposed + links.reduce_scatter_s(sums, ranks, apart=apart)
+            exposed = 0.0 if layout.overlaps_gather else gathers
+            seconds += gathers - exposed + scatters
             hidden = slowest.total_s
         if not layout.overlaps_data:
             return seconds + exposed
@@ -481,16 +493,69 @@ class LayoutEstimator:
         share = collectives().overlapped
         return exposed + max(seconds - hidden * share, seconds * (1 - share))
 
-    def _tied_s(self, layout: DecoderLayout) -> float:
-        """Return the seconds of summing the gradients of a table that the first and the last stage have."""
-        if layout.pp == 1 or not self.shape.tied:
+    def _list_parts(self, layout: DecoderLayout) -> list[tuple[int, int, int]]:
+        """Return weights, the ranks that share them, and how far apart these are: experts have fewer."""
+        dense, experts, tables = self.count_weights(layout, 0)
+        ranks = layout.dp_shard * layout.cp
+        if layout.ep == 1:
+            return [(dense + experts + tables, ranks, layout.tp)]
+        return [
+            (dense + tables, ranks, layout.tp),
+            (experts, max(1, ranks * layout.tp // layout.ep), layout.ep),
+        ]
+
+    def _exchange_weights_s(
+        self, layout: DecoderLayout, numbers: int, ranks: int, apart: int
+    ) -> tuple[float, float, float]:
+        """Return the seconds of summing over copies, and of gathering and scattering weights once."""
+        links = self.links
+        sums = numbers * DTYPE_BYTES[layout.gradients]
+        gathered = numbers * (1 if layout.kernels.float8 is Float8.TENSOR else DTYPE_BYTES[layout.dtype])
+        if layout.sharding is Sharding.NONE:
+            return links.all_reduce_s(sums, layout.dp_replicate * ranks, apart=apart), 0.0, 0.0
+        return (
+            links.all_reduce_s(sums // ranks, layout.dp_replicate, apart=layout.tp * layout.shards),
+            links.all_gather_s(gathered, ranks, apart=apart),
+            links.reduce_scatter_s(sums, ranks, apart=apart),
+        )
+
+    def _copies_s(self, layout: DecoderLayout) -> float:
+        """Return the seconds of copying gathered weights out of FSDP2's buffers, and gradients into them."""
+        if layout.sharding is not Sharding.WEIGHTS or layout.shards == 1 or not layout.copies_shards:
             return 0.0
+        numbers = sum(self.count_weights(layout, 0))
+        passes = layout.micro_batches if layout.gathers_in_passes else 1
+        gathers = 2 if layout.gathers_in_passes and not layout.keeps_gathered else 1
+        return passes * (
+            gathers * self._copy_s(numbers, layout.dtype, layout.dtype)
+            + self._copy_s(numbers, layout.dtype, layout.gradients)
+        )
+
+    def _time_copy(self, numbers: int, source: str, target: str) -> float:
+        return self.pace.seconds(
+            Work(
+                op="fsdp::split_with_sizes_copy",
+                kind="pointwise",
+                dtype=source,
+                read_bytes=numbers * DTYPE_BYTES[source],
+                write_bytes=numbers * DTYPE_BYTES[target],
+                dims=(0, numbers),
+            )
+        )
+
+    def _tied_s(self, layout: DecoderLayout) -> float:
+        """Return the seconds of summing the gradients of tables that several stages have."""
+        if layout.pp == 1 or not (self.shape.tied or layout.relayed):
+            return 0.0
+        if layout.relayed:
+            size = self.count_weights(layout, 0)[2] * DTYPE_BYTES[layout.gradients] // layout.shards
+            return self.links.all_reduce_s(size, layout.pp, apart=layout.gpus // layout.pp)
         size = self.shape.table_weights // layout.tp * DTYPE_BYTES[layout.gradients]
         return self.links.all_reduce_s(size, 2, apart=layout.gpus // layout.pp * (layout.pp - 1))
 
     def _count_updated(self, layout: DecoderLayout) -> int:
         dense, experts, tables = self.count_weights(layout, 0)
-        return (dense + tables) // layout.shards + experts // max(1, layout.shards // layout.ep)
+        return (dense + tables) // layout.shards + experts // layout.expert_shards
 
     def _time_update(self, numbers: int) -> float:
         """Return the seconds of the norm, clipping, the update in float32 and the copies in 16 bits."""

@@ -280,7 +280,7 @@ def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
         rounds = count_rounds(rank, setting)
         how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
         sums = tuple(gradient_sizes(rank)) if rounds > 1 or setting.mesh.pp > 1 else None
-        single = _time_single_device(rank.works, rank.sequence, _backward_bounds(rank), pace, host, how, sums)
+        single = _time_single_device(rank.works, rank.sequence, _find_bounds(rank), pace, host, how, sums)
         exposed = _exposed_s(rank, setting, links, single) + rounds * exposed_context_s(
             rank, setting, links, pace
         )
@@ -362,11 +362,23 @@ class SingleDeviceStep(NamedTuple):
     arithmetic_s: float
 
 
-def _backward_bounds(trace: Trace) -> tuple[int, int, int]:
-    """Return where the backward pass begins, where weight gradients that come after it do, and its end."""
-    length = len(trace.sequence)
-    end = trace.phases.get("optimizer", length)
-    return trace.phases.get("backward", length), trace.phases.get("weights", end), end
+class PassBounds(NamedTuple):
+    """Positions in the sequence of a trace between which the passes of a micro-batch are."""
+
+    forward: int
+    """Gradients are set to zero before it, once a step."""
+    backward: int
+    weights: int
+    """Weight gradients that are computed after the rest of the backward pass."""
+    end: int
+
+
+def _find_bounds(trace: Trace) -> PassBounds:
+    length, phases = len(trace.sequence), trace.phases
+    end = phases.get("optimizer", length)
+    return PassBounds(
+        phases.get("forward", 0), phases.get("backward", length), phases.get("weights", end), end
+    )
 
 
 _FUSED: MemoryCache[Trace] = MemoryCache(max_entries=64)
@@ -389,7 +401,7 @@ def _fuse_cached(trace: Trace, setting: Setting, pace: Pace) -> Trace:
 def _time_single_device(  # noqa: PLR0913, PLR0917 - the cache key
     works: tuple[Work, ...],
     sequence: tuple[int, ...],
-    bounds: tuple[int, int, int],
+    bounds: PassBounds,
     pace: Pace,
     host: HostCosts,
     how: tuple[bool, bool],
@@ -399,16 +411,17 @@ def _time_single_device(  # noqa: PLR0913, PLR0917 - the cache key
 
     `sums` are the sizes of the gradients that a further pass adds to; None if there is no further pass.
     """
-    begin, weights, end = bounds
+    first, begin, weights, end = bounds
     compiled, selective = how
     every = [works[number] for number in sequence]
-    backward = range(begin, end)
-    whole = run_clocks(every, pace, host, backward=backward, compiled=compiled, selective=selective)
+    whole = run_clocks(every, pace, host, backward=range(begin, end), compiled=compiled, selective=selective)
     again_s = again_device_s = 0.0
     if sums is not None:
-        more = [*every[:end], *map(_gradient_add, sums)]
+        passes = every[first:end]
+        more = [*passes, *map(_gradient_add, sums)]
+        backward = range(begin - first, end - first)
         again = run_clocks(more, pace, host, backward=backward, compiled=compiled, selective=selective)
-        again_s, again_device_s = _steady_pass_s(again, every[:end], host.step.start_s), again.device_s
+        again_s, again_device_s = _steady_pass_s(again, passes, host.step.start_s), again.device_s
     device_s = [pace.seconds(work) if work.kernels and work.kind != "collective" else 0.0 for work in works]
     computed = [pace.seconds(work) if work.kind in ARITHMETIC_KINDS else 0.0 for work in works]
     arithmetic = sum(computed[number] for number in sequence[:end])
@@ -416,7 +429,7 @@ def _time_single_device(  # noqa: PLR0913, PLR0917 - the cache key
         whole=whole,
         again_s=again_s,
         again_device_s=again_device_s,
-        forward_s=sum(device_s[number] for number in sequence[:begin]),
+        forward_s=sum(device_s[number] for number in sequence[first:begin]),
         backward_s=sum(device_s[number] for number in sequence[begin:end]),
         weight_s=sum(device_s[number] for number in sequence[weights:end]),
         arithmetic_once_s=arithmetic,
@@ -512,8 +525,9 @@ def exposed_context_s(trace: Trace, setting: Setting, links: communication_modul
         else:
             is_ring = work.op.startswith(f"{CONTEXT} {ContextMethod.RING}")
             cost = (
-                # All ranks wait for the slowest hop, which may be that from the last rank to the first.
-                max(links.send_s(work.read_bytes, apart) for apart in (mesh.tp, (mesh.cp - 1) * mesh.tp))
+                # All ranks wait for the slowest hop. It leaves a node if the other half of the ring is in
+                # another one.
+                max(links.send_s(work.read_bytes, apart) for apart in (mesh.tp, mesh.cp * mesh.tp // 2))
                 if is_ring
                 else links.all_to_all_s(work.read_bytes, mesh.cp, apart=mesh.tp)
             )

@@ -513,13 +513,17 @@ class LayoutsRequest(JobOnDevices, frozen=True, kw_only=True):
     ] = None
     global_batch: Annotated[
         int | None,
-        option("Sequences per optimizer step; default: as many as make 4 million tokens.", minimum=1),
+        option(
+            "Sequences per optimizer step; default: as many as make 4 million tokens, on more than 256 GPUs "
+            "16,384 a GPU up to 16 million.",
+            minimum=1,
+        ),
     ] = None
     trainer: Annotated[
         str,
         option(
-            "Whose way of sharding to assume: torchtitan (data-parallel ranks share weights, FSDP2) or "
-            "megatron (they share the optimizer's states).",
+            "Whose way of sharding to assume: torchtitan (data-parallel ranks share weights, FSDP2), "
+            "megatron (they share the optimizer's states) or trimtab (only what `trimtab train` runs).",
             metavar="NAME",
         ),
     ] = "torchtitan"

@@ -50,6 +50,8 @@ EXPERTS = "expert_parallel"
 """Prefix of the names of collectives between tokens and experts on other ranks; what they carry follows."""
 TENSOR_PARALLEL_OPS = ("_c10d_functional::", "_dtensor::")
 """Prefixes of the names of collectives of layers that ranks split between them; those of FSDP have others."""
+ZERO_GRADIENTS = "aten::_foreach_zero_"
+"""Name of the operation that sets the buckets of gradients to zero, once before the first micro-batch."""
 PERMUTED, BROADCAST, PROMOTED = 1, 2, 4
 """Bits for what keeps an operation from reading and writing memory sequentially."""
 

@@ -28,6 +28,7 @@ from trimtab.spec.trace import (
     PROMOTED,
     STATISTICS,
     TENSOR_PARALLEL_OPS,
+    ZERO_GRADIENTS,
 )
 from trimtab.trace.data_dependent import RAGGED_ATTRIBUTE
 from trimtab.trace.fake_ops import PRODUCT_OPS, count_nonzeros, is_sparse, sparse_bytes
@@ -146,6 +147,8 @@ def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
     rule = _RULES.get(name)
     if rule is not None:
         return rule(name, args, out)
+    if name in SHARD_COPIES:
+        return _describe_shard_copy(name, args, kwargs)
     if name.startswith(("c10d::", *TENSOR_PARALLEL_OPS)):
         return _describe_collective(name, inputs, results)
     if name in PACKED_OPS:
@@ -432,13 +435,13 @@ def _describe_multi_tensor(
 ) -> Work:
     lead = _list_tensors(args[0]) if args else inputs
     changed = [tensor for place in written if place < len(args) for tensor in _list_tensors(args[place])]
-    norm = "norm" in name
+    norm, zero = "norm" in name, name == ZERO_GRADIENTS
     numbers = sum(tensor.numel() for tensor in lead)
     return Work(
         op=name,
         kind="optimizer",
         dtype=dtype_name(lead[0].dtype) if lead else "",
-        read_bytes=sum(map(count_bytes, inputs)),
+        read_bytes=0 if zero else sum(map(count_bytes, inputs)),
         write_bytes=0 if norm else sum(map(count_bytes, changed)) + sum(map(count_bytes, results)),
         dims=(len(lead), numbers),
         kernels=count_launches(len(lead), numbers),
@@ -458,6 +461,27 @@ def _describe_collective(name: str, inputs: list[torch.Tensor], results: list[to
         dtype=dtype_name(inputs[0].dtype) if inputs else "",
         read_bytes=max(sizes, default=0),
         write_bytes=min(sizes, default=0),
+    )
+
+
+SHARD_COPIES = {"fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat"}
+"""Copies of FSDP2 into the buffers of its collectives, and out of them."""
+
+
+def _describe_shard_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
+    """Return the work of a copy around a collective.
+
+    Before weights are gathered, a rank copies its own shard into the buffer of all of them, not the rest.
+    """
+    inputs, results = _list_tensors(args[0]), _list_tensors(kwargs.get("out"))
+    reads = sum(map(count_bytes, inputs))
+    return Work(
+        op=name,
+        kind="pointwise",
+        dtype=dtype_name(inputs[0].dtype) if inputs else "",
+        read_bytes=reads,
+        write_bytes=sum(map(count_bytes, results)) or reads,
+        dims=(0, max((tensor.numel() for tensor in inputs), default=1)),
     )
 
 

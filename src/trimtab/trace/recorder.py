@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
-from trimtab.spec.trace import EMPTY_CACHE, ENTER, GRADIENT, LEAVE, SEARCH, UPDATE_CALL
+from trimtab.spec.trace import EMPTY_CACHE, ENTER, GRADIENT, LEAVE, SEARCH, UPDATE_CALL, ZERO_GRADIENTS
 from trimtab.trace.fake_cuda import FakeStream
 from trimtab.trace.fake_ops import PARTS_ATTRIBUTE, is_sparse, list_storage_tensors
 from trimtab.trace.op_cost import FIND_POSITIONS, describe_work, needs_positions
@@ -200,10 +201,17 @@ class Recorder(TorchDispatchMode):
 
     def phases(self) -> dict[str, int]:
         """Return where forward, backward and optimizer begin. The backward pass runs on a separate thread."""
+        works = list(self.works)
+        zeroed = itertools.takewhile(lambda place: works[place].op == ZERO_GRADIENTS, self.sequence)
+        forward = sum(1 for _ in zeroed)
         if True not in self.by_engine:
-            return {"forward": 0}
+            return {"forward": forward}
         last = len(self.by_engine) - self.by_engine[::-1].index(True)
-        return {"forward": 0, "backward": self.by_engine.index(True), "optimizer": last} | self.noted_phases
+        return {
+            "forward": forward,
+            "backward": self.by_engine.index(True),
+            "optimizer": last,
+        } | self.noted_phases
 
     def note_phase(self, name: str) -> None:
         """Note that a phase of the step begins which the thread of an operation does not show."""

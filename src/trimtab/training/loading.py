@@ -211,7 +211,7 @@ class Window:
         """Return samples start to stop of this rank, as views without a copy unless the job collates."""
         if self.collate is not None:
             batch = _collate_items(list(self.items[start:stop]), self.collate)
-            batch = _map_batch(batch, _pin_tensor) if self.pin else batch
+            batch = pin_batch(batch) if self.pin else batch
         elif (start, stop) == (0, self.size):
             batch = self.batch
         else:
@@ -233,7 +233,7 @@ class Window:
         if collate is not None:
             return dataclasses.replace(self, collate=lambda items: split(collate(items)))
         batch = split(self.batch)
-        return dataclasses.replace(self, batch=_map_batch(batch, _pin_tensor) if self.pin else batch)
+        return dataclasses.replace(self, batch=pin_batch(batch) if self.pin else batch)
 
     def filler(self) -> Any:
         """Return one sample of the global batch, for a rank that must take part without its own samples."""
@@ -243,7 +243,7 @@ class Window:
         if self.collate is None:
             return self.batch
         batch = _collate_items(list(self.items), self.collate)
-        return _map_batch(batch, _pin_tensor) if self.pin else batch
+        return pin_batch(batch) if self.pin else batch
 
 
 def wrap_batch(batch: Any, *, samples: int | None = None, step: int = 0, epoch: int = 0) -> Window:
@@ -541,8 +541,12 @@ def _rebuild_mapping(batch: Any, changed: dict[Any, Any]) -> Any:
         return changed
 
 
-def _pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+def pin_batch(batch: Any) -> Any:
+    """Return the batch with its tensors in pinned host memory; those on a device stay there."""
+    # Elements of an expanded tensor share memory, and torch cannot write to a copy that does.
+    return _map_batch(
+        batch, lambda tensor: tensor.contiguous().pin_memory() if tensor.device.type == "cpu" else tensor
+    )
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:

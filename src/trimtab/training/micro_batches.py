@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, Self
 
 import msgspec
 import torch
@@ -81,6 +81,9 @@ class StepRunner(Protocol):
 
     def describe_recoverable(self, error: BaseException) -> str | None:
         """Describe an error that the step recovers from; return None for any other."""
+
+    def restart_smaller(self, prepared: Any, window: Window, why: str, size: int) -> NoReturn:
+        """Leave the run with a smaller micro-batch: other ranks wait for this one in the middle of a pass."""
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -578,6 +581,9 @@ class SplitGuard:
             )
         except Exception as error:  # noqa: BLE001 - the step itself will show what is wrong
             if is_out_of_memory(error):
+                if prepared.gradients.equal_micro_batches and stepper.world.size > 1:
+                    # The other ranks wait for this one in a collective of the same pass.
+                    stepper.restart_smaller(prepared, window, f"out of memory: {error}", samples)
                 prepared.fitter.release()
             return BatchLoss()
         finally:

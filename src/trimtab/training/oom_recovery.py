@@ -118,14 +118,14 @@ class MicroBatchSizes(Noun, frozen=True, kw_only=True):
 
 
 class RestartWithSmaller(Exception):  # noqa: N818 - it asks for a restart, and says with what
-    """A rank ran out of memory inside a layer that it computes together with others, which now wait for it.
+    """A rank ran out of memory inside a pass that it computes together with others, which now wait for it.
 
     They cannot repeat the step: all ranks have to start again from the last checkpoint.
     """
 
     def __init__(self, why: str, size: int) -> None:
         super().__init__(
-            f"{why}; other ranks wait for it in the middle of a layer and cannot repeat the step: all ranks "
+            f"{why}; other ranks wait for it in the middle of a pass and cannot repeat the step: all ranks "
             f"must start again from the last checkpoint, with {plural(size, 'sample')} at once"
         )
         self.why, self.size = why, size

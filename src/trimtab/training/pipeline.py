@@ -125,6 +125,9 @@ class PipelineRunner:
         self.weight_gradients = WeightGradients() if schedule.splits_backward else None
         """Computes weight gradients later than those of activations; None if the schedule does not."""
         self._device = device
+        # gloo sends from host memory only: processes that share a GPU copy there first.
+        sends_from_host = device.type == "cuda" and "cuda:gloo" in dist.get_backend_config()
+        self._message_device = torch.device("cpu") if sends_from_host else device
         self._groups = groups
         self._shape = PipelineShape(schedule, groups.stages, virtual_stages, 1)
         # Each direction has its own communicator: a shared one would run sends and receives in the order of
@@ -426,7 +429,8 @@ class PipelineRunner:
         to = self._find_rank(key.stage)
         self._send(header, to, None)
         if tensor is not None:
-            self._send(tensor.detach().contiguous(), to, self._choose_group(dist.get_rank(), to))
+            message = tensor.detach().to(self._message_device).contiguous()
+            self._send(message, to, self._choose_group(dist.get_rank(), to))
 
     def _send(self, tensor: torch.Tensor, to: int, group: Any) -> None:
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
@@ -455,7 +459,10 @@ class PipelineRunner:
             return place, StageMessage()
         kind, size, *shape = rest
         tensor = self._allocate(tuple(shape[:dims]), DTYPES[dtype])
-        dist.recv(tensor, of, group=self._choose_group(of, dist.get_rank()))
+        message = tensor.to(self._message_device)
+        dist.recv(message, of, group=self._choose_group(of, dist.get_rank()))
+        if message is not tensor:
+            tensor.copy_(message)
         return place, StageMessage(tensor, bool(needs_gradient), _decode_layout(kind, size))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

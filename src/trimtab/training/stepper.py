@@ -247,7 +247,9 @@ class Stepper:
         failed; None if it is not repeated, because weights have been updated already.
         """
         if restarts_after_oom(self.setting.mesh) and self.world.size > 1:
-            self._restart_smaller(prepared, window, micro_batch)
+            why, size = micro_batch.error or "", micro_batch.samples
+            micro_batch.free()
+            self.restart_smaller(prepared, window, why, size)
         interrupted = has_updated(prepared)
         self._recover(prepared, window, micro_batch)
         if interrupted:
@@ -682,14 +684,14 @@ class Stepper:
         again = f"memory was given back, and one sample is tried again; {memory}"
         self._report(IncidentKind.OUT_OF_MEMORY, why, again)
 
-    def _restart_smaller(
-        self, prepared: prepare_module.PreparedRun, window: Window, micro_batch: MicroBatch
+    def restart_smaller(
+        self, prepared: prepare_module.PreparedRun, window: Window, why: str, size: int
     ) -> NoReturn:
-        """Leave the run with a smaller micro-batch: other ranks wait in the middle of a layer."""
-        why, size = micro_batch.error or "", max(micro_batch.samples, 1)
-        micro_batch.free()
+        """Leave the run with a smaller micro-batch: other ranks wait for this one in the middle of a pass."""
         prepared.fitter.release()
-        change = prepared.fitter.shrink_after_oom(size=size, share=max(window.size, 1), step=self.steps)
+        change = prepared.fitter.shrink_after_oom(
+            size=max(size, 1), share=max(window.size, 1), step=self.steps
+        )
         if change is None:
             raise NothingFits(
                 f"optimizer step {window.step} on {self.world.size} processes",
