@@ -1,15 +1,19 @@
 """How long `trimtab plan` takes for a large model over many GPUs, with nothing known and with everything.
 
-python bench/planning.py
+python bench/planning.py             8B on 64 GPUs: cold, the same again, another deadline
+python bench/planning.py large       plans of large models with the batch that a plan assumes, each cold
+python bench/planning.py large 10k   only those whose name contains the words
 
-Prints seconds from start to exit: cold (nothing cached), the same question again, and another question about
-the same job, for which the traces are there and the plan is not. Run it on an otherwise idle machine.
+Prints seconds from start to exit, and seconds of all processors: cold (nothing cached), the same question
+again, and another question about the same job, for which the traces are there and the plan is not. Run it on
+an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -33,11 +37,26 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }
 WHERE = "8x8xH100"
+MODELS = Path(__file__).parent / "models"
+LARGE = {
+    "70B on 256": ("llama-70b", "--on", "32x8xH100"),
+    "Mixtral on 16": ("mixtral-8x7b", "--on", "2x8xH100"),
+    "8B, 131072 tokens": ("llama-8b", "--on", "8xH100", "--seq", "131072"),
+    "405B on 1024": ("llama-405b", "--on", "128x8xH100"),
+    "405B on 2048": ("llama-405b", "--on", "256x8xH100"),
+    "70B on 10k": ("llama-70b", "--on", "1280x8xH100"),
+}
 
 
-def seconds(cache: Path, *arguments: str) -> tuple[float, str]:
-    """What a plan took, and what it chose."""
-    began = time.perf_counter()
+def cpu_seconds() -> float:
+    """Processor time of all commands so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def seconds(cache: Path, *arguments: str) -> tuple[float, float, str]:
+    """What a plan took, elapsed and of all processors, and what it chose."""
+    began, used = time.perf_counter(), cpu_seconds()
     done = subprocess.run(
         [sys.executable, "-m", "trimtab", "plan", *arguments, "--json"],
         env={**os.environ, "TRIMTAB_CACHE": str(cache)},
@@ -46,13 +65,31 @@ def seconds(cache: Path, *arguments: str) -> tuple[float, str]:
         check=True,
     )
     took = time.perf_counter() - began
-    choice = json.loads(done.stdout)["choice"]
-    return took, f"{choice['strategy']} {choice['micro_batch']} x {choice['accumulation']}"
+    plan = json.loads(done.stdout)
+    choice = plan["choice"]
+    degrees = [
+        f"{axis} {choice['mesh'][axis]}" for axis in ("tp", "cp", "ep", "pp") if choice["mesh"][axis] > 1
+    ]
+    words = [choice["strategy"], *degrees, f"{choice['micro_batch']} x {choice['accumulation']}"]
+    words += ["by formulas"] * plan["by_formulas"]
+    return took, cpu_seconds() - used, " ".join(words)
+
+
+def time_large(words: list[str]) -> None:
+    """Ask for plans of large models, each with an empty cache."""
+    for name, (model, *options) in LARGE.items():
+        if all(word in name for word in words):
+            with tempfile.TemporaryDirectory() as cache:
+                took, cpu, chosen = seconds(Path(cache), f"hf:{MODELS / model}", *options)
+            print(f"{name:18} {took:6.1f} s {cpu:6.1f} s CPU   {chosen}", flush=True)
 
 
 def main() -> None:
     """Ask three times."""
     print(machine())
+    if sys.argv[1:2] == ["large"]:
+        time_large(sys.argv[2:])
+        return
     with tempfile.TemporaryDirectory() as scratch:
         folder, cache = Path(scratch) / "llama-8b", Path(scratch) / "cache"
         folder.mkdir()
@@ -63,8 +100,8 @@ def main() -> None:
             ("the same again", ()),
             ("another deadline", ("--deadline", "20h")),
         ):
-            took, chosen = seconds(cache, *asked, *more)
-            print(f"{words:18} {took:6.1f} s   {chosen}")
+            took, cpu, chosen = seconds(cache, *asked, *more)
+            print(f"{words:18} {took:6.1f} s {cpu:6.1f} s CPU   {chosen}")
 
 
 if __name__ == "__main__":

@@ -152,10 +152,14 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", media=kind, features=[feature])
 
-    def key(self, name: str, code: int) -> None:
-        """Press a key and let it go."""
-        for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code)
+    def key(self, name: str, code: int, text: str = "") -> None:
+        """Press a key and let it go; `text` is the character that it types."""
+        named = {"key": name, "code": name, "windowsVirtualKeyCode": code}
+        if text:
+            self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **named)
+        else:
+            self.call("Input.dispatchKeyEvent", type="rawKeyDown", **named)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **named)
 
     def point(self, x: float, y: float) -> None:
         """Move the pointer."""

@@ -206,7 +206,7 @@ def test_experts_are_found_by_their_form_and_by_name() -> None:
     with pytest.raises(WrongUse, match=r"blocks.0 \(Block\) is not a module with weights of one first dim"):
         find_experts(named, ("blocks.0",))
     listed = nn.Sequential(nn.ModuleList([nn.Linear(4, 4) for _ in range(4)]))
-    with pytest.raises(WrongUse, match=r"0 \(ModuleList\) is not a module.*Stack the weights"):
+    with pytest.raises(WrongUse, match=r"0 \(ModuleList\) is not a module.*Move the list and the loop"):
         find_experts(listed, ("0",))
 
 
@@ -320,7 +320,9 @@ def test_an_estimate_has_the_memory_and_the_traffic_of_the_experts_of_one_rank()
 
 def test_an_estimate_refuses_degrees_before_it_traces() -> None:
     job = f"{Path(expert_jobs.__file__)}:Named"
-    with pytest.raises(WrongUse, match=r"experts share the 8 ranks of dp_shard x cp, which 3.*1, 2, 4, 8"):
+    with pytest.raises(
+        WrongUse, match=r"experts share the 8 ranks of dp_shard x cp x tp, which 3.*1, 2, 4, 8"
+    ):
         trimtab.estimate(job, "8xH100", ep=3)
     with pytest.raises(WrongUse, match="--ep 2 with --strategy ddp"):
         trimtab.estimate(job, "8xH100", strategy="ddp", ep=2)

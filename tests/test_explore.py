@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import http.client
 import json
 import re
@@ -19,13 +20,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+import config_samples
 import trimtab
 from browser import CHROMIUM, WHY_NOT, Browser
 from trimtab.api.exploring import open_explorer
+from trimtab.calculator import owners, plans
 from trimtab.calculator.choices import ExploreChoice
+from trimtab.calculator.owners import share_parameters
 from trimtab.calculator.traces import WorkQueue
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
+from trimtab.predict import memory
+from trimtab.predict.memory import OTHERS, PartOwner, group_owners
+from trimtab.spec import BaseFormat, Setting
 from trimtab.spec.requests import ExploreRequest
+from trimtab.training.job_queries import ParameterFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -198,6 +206,162 @@ def test_an_answer_is_the_estimate_of_its_command_and_others_follow_at_once(serv
     assert {"compute", "communication"} <= {part["name"] for part in several["time"]["parts"]}
 
 
+def test_each_part_says_what_it_is_and_names_the_modules_that_own_it(server: ExploreServer) -> None:
+    answer = wait(server)
+    described = wait(server, "owners")["parts"]
+    parts = {part["name"]: part["value"] for part in answer["memory"]["parts"]}
+    assert set(described) == set(parts)
+    assert all(part["what"] for part in described.values())
+    assert "cuBLAS" in described["workspace"]["what"]
+    # Blocks of the same shape are one line.
+    for name in ("weights", "optimizer", "activations"):
+        assert "blocks.*.attention.inward (2 modules)" in [
+            owner["name"] for owner in described[name]["owners"]
+        ]
+    assert [owner["name"] for owner in described["inputs"]["owners"]] == ["the batch"]
+    assert described["context"]["owners"] == []
+    assert "first used in blocks.0.attention.inward" in [
+        owner["name"] for owner in described["workspace"]["owners"]
+    ]
+    refused = ask(server, "owners", strategy="ddp")
+    assert refused["status"] == "refused"
+
+
+def test_owners_of_weights_and_optimizer_state_follow_from_the_parameters() -> None:
+    parameters = {
+        "base.0.weight": ParameterFacts(1000, 2000, is_trained=False, is_matrix=True),
+        "base.1.weight": ParameterFacts(1000, 2000, is_trained=False, is_matrix=True),
+        "adapter.weight": ParameterFacts(100, 200, is_trained=True, is_matrix=True),
+    }
+    plain = Setting(micro_batch=1, global_batch=1)
+    assert share_parameters("weights", 4200, plain, parameters) == [
+        PartOwner("base.*", 2, 4000),
+        PartOwner("adapter", 1, 200),
+    ]
+    # Frozen matrices in 4 bits take a quarter of their 16.
+    stored = plain.replace(base=BaseFormat.NF4)
+    assert share_parameters("weights", 1200, stored, parameters) == [
+        PartOwner("base.*", 2, 1000),
+        PartOwner("adapter", 1, 200),
+    ]
+    assert share_parameters("optimizer", 800, plain, parameters) == [PartOwner("adapter", 1, 800)]
+    assert share_parameters("weights", 800, plain, {}) == []
+
+
+def test_the_parts_of_a_trace_are_shared_out_without_a_rest() -> None:
+    listed = group_owners([(f"layer.{number}.{name}", 10) for number in range(3) for name in "abcdefghij"])
+    assert len(listed) == 9
+    assert listed[-1] == PartOwner(OTHERS, 6, 60)
+    assert sum(owner.size for owner in listed) == 300
+
+
+def test_the_plan_of_a_configuration_is_opened_as_a_page(server: ExploreServer) -> None:
+    opened = wait(server, "plan")
+    assert opened["setting"] == "1 GPU, single, micro-batch 8 x 2, bf16"
+    command = shlex.split(opened["command"])
+    assert command[:5] == ["trimtab", "plan", "slm:tiny", "--on", "H100"]
+    same = trimtab.plan("slm:tiny", "H100", memory=1.0, pins=[command[command.index("--pin") + 1]])
+    assert same.choice.micro_batch == 8
+    assert (same.choice.gpus, same.choice.compile) == (1, False)
+    status, headers, page = send(server, "GET", f"/{server.token}/{opened['page']}")
+    assert status == 200
+    assert b"Memory by part" in page
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert send(server, "GET", f"/{server.token}/plan/0123")[0] == 404
+    assert send(server, "GET", f"/x/{opened['page']}")[0] == 403
+    # A plan keeps the job's global batch, so a larger micro-batch has no plan, and the page says why.
+    refused = wait(server, "plan", micro_batch=64)
+    assert "global batch 16" in refused["error"]["found"]
+
+
+def change(server: ExploreServer, file: str, seen: str = "", **choice: Any) -> dict[str, Any]:
+    """Ask for the diff of a config file, or with `seen` to write it."""
+    question = {"choice": {"device": "H100", "micro_batch": 8, **choice}, "file": file, "seen": seen}
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        status, _, text = send(
+            server,
+            "POST",
+            f"/{server.token}/config",
+            json.dumps(question).encode(),
+            Content_Type="application/json",
+        )
+        assert status == 200, text
+        answer: dict[str, Any] = json.loads(text)
+        if answer["status"] != "tracing":
+            return answer
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_config_is_written_after_its_diff_was_seen_and_can_be_reverted(
+    server: ExploreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(server.explorer.plans, "root", tmp_path.resolve())
+    config = tmp_path / "ds.json"
+    config.write_text(config_samples.DEEPSPEED, encoding="utf-8")
+    shown = change(server, "ds.json")
+    assert '+  "train_micro_batch_size_per_gpu": 8,' in shown["diff"]
+    assert shown["written"] == []
+    assert any("sequence length" in note for note in shown["said"])
+    assert config.read_text(encoding="utf-8") == config_samples.DEEPSPEED
+    # What was seen is written, and nothing else: neither another file nor another configuration.
+    assert "has changed since" in change(server, "ds.json", "0" * 64)["error"]["found"]
+    assert "has changed since" in change(server, "ds.json", shown["seen"], micro_batch=4)["error"]["found"]
+    config.write_text(config_samples.DEEPSPEED.replace("64", "32", 1), encoding="utf-8")
+    assert "has changed since" in change(server, "ds.json", shown["seen"])["error"]["found"]
+    config.write_text(config_samples.DEEPSPEED, encoding="utf-8")
+    written = change(server, "ds.json", shown["seen"])
+    assert written["written"] == ["ds.json"]
+    assert json.loads(config.read_text(encoding="utf-8"))["train_micro_batch_size_per_gpu"] == 8
+    assert change(server, "ds.json")["diff"] == ""
+    trimtab.revert("ds.json")
+    assert config.read_text(encoding="utf-8") == config_samples.DEEPSPEED
+
+
+def test_no_file_outside_of_the_folder_of_the_command_is_read_or_written(
+    server: ExploreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir()
+    outside.mkdir()
+    (outside / "ds.json").write_text(config_samples.DEEPSPEED, encoding="utf-8")
+    (inside / "link.json").symlink_to(outside / "ds.json")
+    (inside / "folder").symlink_to(outside)
+    monkeypatch.chdir(inside)
+    monkeypatch.setattr(server.explorer.plans, "root", inside.resolve())
+    places = (
+        "../outside/ds.json",
+        str(outside / "ds.json"),
+        "link.json",
+        "folder/ds.json",
+        "/etc/passwd",
+        "~/x",
+    )
+    for place in places:
+        error = change(server, place)["error"]
+        assert "outside of" in error["found"] or "no such file" in error["found"], place
+        assert error["cure"]
+    assert "outside of" in change(server, "link.json")["error"]["found"]
+    assert "no such file" in change(server, "nothing.yaml")["error"]["found"]
+    assert "no such file" in change(server, ".")["error"]["found"]
+    assert "zero byte" in change(server, "a\0b")["error"]["found"]
+    assert "too long" in change(server, "x" * 4000)["error"]["found"]
+    assert (outside / "ds.json").read_text(encoding="utf-8") == config_samples.DEEPSPEED
+    assert not list(outside.glob(".trimtab"))
+
+
+@pytest.mark.parametrize(
+    "body", [b"{}", b'{"choice": {}}', b'{"choice": {}, "file": ""}', b'{"choice": {}, "file": 1}']
+)
+def test_a_config_question_without_a_file_is_refused(server: ExploreServer, body: bytes) -> None:
+    path = f"/{server.token}/config"
+    assert send(server, "POST", path, body, Content_Type="application/json")[0] == 400
+    assert send(server, "POST", "/x/config", body, Content_Type="application/json")[0] == 403
+
+
 def test_figures_count_the_whole_job_and_its_cost(server: ExploreServer) -> None:
     answer = wait(server)
     dear = ask(server, "estimate", price=1000.0)
@@ -258,6 +422,10 @@ def test_the_command_repeats_every_choice(server: ExploreServer) -> None:
     )
     own = msgspec.structs.replace(choice, seq=server.explorer.choices.start().seq)
     assert "seq" not in server.explorer.choices.write_command(own)
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert [doctest.testmod(module).failed for module in (memory, owners, plans)] == [0, 0, 0]
 
 
 def test_a_port_in_use_is_an_error_with_the_fix() -> None:
@@ -409,10 +577,56 @@ def text(browser: Browser, name: str) -> str:
     return str(browser.asks(f"document.getElementById('{name}').textContent"))
 
 
+def use_plan_and_config(browser: Browser, config: Path) -> None:
+    """Open owners by click and by key, open the plan, and write a config after its diff."""
+    row = "#memory-parts [data-part=weights] button"
+    rows = "document.querySelectorAll('#memory-parts [data-part=weights] .owners li').length"
+    browser.click(row)
+    browser.wait_for(f"{rows} > 1")
+    assert browser.asks(f"document.querySelector('{row}').ariaExpanded") == "true"
+    browser.asks(f"document.querySelector('{row}').focus()")
+    browser.key("Enter", 13, "\r")
+    browser.wait_for(f"{rows} === 0")
+    # The bar itself opens the same list, by a click and by a key.
+    mark = "document.querySelector('#memory-bar .mark[aria-label^=activations]')"
+    browser.asks(f"{mark}.dispatchEvent(new MouseEvent('click', {{ bubbles: true }}))")
+    browser.wait_for("document.querySelectorAll('[data-part=activations] .owners li').length > 1")
+    browser.asks(f"{mark}.dispatchEvent(new KeyboardEvent('keydown', {{ key: ' ', bubbles: true }}))")
+    browser.wait_for("document.querySelectorAll('[data-part=activations] .owners li').length === 0")
+    assert browser.asks("document.activeElement.closest('li').dataset.part") == "activations"
+    assert text(browser, "took").startswith("Answered in ")
+    # A file outside is refused, one inside is shown first and then written.
+    browser.asks("document.getElementById('config').focus()")
+    browser.call("Input.insertText", text="../elsewhere.json")
+    browser.key("Enter", 13, "\r")
+    browser.wait_for("document.getElementById('config-done').textContent.includes('outside of')")
+    browser.asks("document.getElementById('config').value = ''")
+    browser.asks("document.getElementById('config').focus()")
+    browser.call("Input.insertText", text=config.name)
+    browser.click("#show-diff")
+    browser.wait_for("!document.getElementById('diff').hidden")
+    assert browser.asks("document.querySelectorAll('#diff .added').length") > 1
+    assert config.read_text(encoding="utf-8") == config_samples.DEEPSPEED
+    browser.click("#write")
+    browser.wait_for("document.getElementById('config-done').textContent.startsWith('Written: ds.json')")
+    assert "trimtab revert ds.json" in text(browser, "config-done")
+    assert config.read_text(encoding="utf-8") != config_samples.DEEPSPEED
+    browser.click("#open-plan")
+    browser.wait_for("!document.getElementById('plan').hidden")
+    assert browser.asks("document.getElementById('plan-page').getAttribute('href')").startswith("plan/")
+    # The plan's own tab is in front now.
+    browser.call("Page.bringToFront")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
-def test_the_page_in_chromium(server: ExploreServer, tmp_path: Path) -> None:
-    with Browser(tmp_path) as browser:
+def test_the_page_in_chromium(server: ExploreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "configs" / "ds.json"
+    config.parent.mkdir()
+    config.write_text(config_samples.DEEPSPEED, encoding="utf-8")
+    monkeypatch.chdir(config.parent)
+    monkeypatch.setattr(server.explorer.plans, "root", config.parent.resolve())
+    with Browser(tmp_path / "profile") as browser:
         browser.call(
             "Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"]
         )
@@ -421,12 +635,14 @@ def test_the_page_in_chromium(server: ExploreServer, tmp_path: Path) -> None:
         browser.wait_for(READY)
         browser.wait_for(EDGE)
         assert text(browser, "headline").startswith("Fits: ")
+        use_plan_and_config(browser, config)
         # The keyboard moves the slider by one, and the screen reader hears the verdict.
         browser.asks("document.getElementById('slider').focus()")
         browser.key("ArrowRight", 39)
         browser.wait_for("document.getElementById('micro_batch').value === '9'")
         browser.wait_for("document.getElementById('command').textContent.endsWith('--micro-batch 9')")
         browser.wait_for("document.getElementById('announce').textContent.startsWith('Fits')")
+        assert text(browser, "took").endswith(" ms from traces already made.")
         assert "9 samples, Fits" in browser.asks(
             "document.getElementById('slider').getAttribute('aria-valuetext')"
         )

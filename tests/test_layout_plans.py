@@ -171,9 +171,7 @@ def test_a_layout_that_train_cannot_run_is_not_started(split: Plan, piped: Plan)
 
 def test_layouts_of_trimtab_are_those_that_train_runs() -> None:
     ranking = trimtab.layouts(JOB, **QUESTION, trainer="trimtab", top=40)
-    assert ranking.ruled_out["trimtab train does not run tp with cp"] > 0
-    for row in ranking.rows:
-        assert 1 in {row.tp, row.cp}
+    assert any(row.tp > 1 and row.cp > 1 for row in ranking.rows)
     assert any(row.pp > 1 for row in ranking.rows)
     assert any("gather weights in every pass" in note for note in ranking.assumptions)
 
@@ -190,9 +188,9 @@ def test_layouts_of_trimtab_are_those_that_train_runs() -> None:
         (Strategy.FSDP, Mesh(dp_shard=4, pp=4), False),
         (Strategy.DDP, Mesh(dp_replicate=4, tp=2), False),
         (Strategy.HSDP, Mesh(dp_replicate=2, dp_shard=8, ep=4), True),
-        (Strategy.FSDP, Mesh(dp_shard=8, tp=2, ep=4), False),
+        (Strategy.FSDP, Mesh(dp_shard=8, tp=2, ep=4), True),
         (Strategy.PIPELINE, Mesh(dp_shard=1, cp=2, pp=2, ep=2), True),
-        (Strategy.PIPELINE, Mesh(dp_shard=2, tp=2, pp=2, ep=2), False),
+        (Strategy.PIPELINE, Mesh(dp_shard=2, tp=2, pp=2, ep=2), True),
     ],
 )
 def test_what_train_runs(strategy: Strategy, mesh: Mesh, *, runs: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import config_samples
 import trimtab
 from nouns import NOUNS
+from trimtab.api import schemas
 from trimtab.api.schemas import LINES, OUTPUTS, list_outputs
 from trimtab.cli.exam import describe_measured
 from trimtab.cli.main import COMMANDS, app, load_command
@@ -23,7 +25,7 @@ from trimtab.errors import UnknownName
 from trimtab.exams.measure import StepMeasurement, compare_measurement
 from trimtab.exams.run import CaseResult, summarize_results
 from trimtab.predict.calibration import shipped_calibrations
-from trimtab.spec import Band, Estimate, Footprint
+from trimtab.spec import Band, Estimate, Footprint, schema
 from trimtab.spec.schema import find_output
 
 if TYPE_CHECKING:
@@ -71,6 +73,10 @@ def test_a_schema_describes_derived_keys_and_keys_with_other_names() -> None:
     assert list(module["properties"]) == ["name", "class", "bytes"]
     assert "Path of the module" in module["properties"]["name"]["description"]
     assert "metrics" not in trimtab.schema("train")["$defs"]["StepLine"]["required"]
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert [doctest.testmod(module).failed for module in (schemas, schema)] == [0, 0]
 
 
 def test_a_command_without_json_has_no_schema() -> None:

@@ -459,7 +459,7 @@ def test_a_machine_without_a_gpu_gets_a_plain_plan() -> None:
         (2, {"strategy": "branch"}, "the job has no branches"),
         (4, {"pp": 2, "dp_shard": 3}, r"they make 6 ranks, and there are 4 processes.*Use dp_shard=2"),
         (4, {"pp": 3}, r"it makes 3 ranks, which do not divide 4 processes.*Use pp=2 or 4"),
-        (4, {"pp": 2, "ep": 3}, r"experts share the 2 ranks of dp_shard x cp, which 3 does not divide"),
+        (4, {"pp": 2, "ep": 3}, r"experts share the 2 ranks of dp_shard x cp x tp, which 3 does not divide"),
         (1, {"strategy": "ddp"}, "needs several processes"),
         (2, {"micro_batch": 9}, "share of the global batch 16 is 8"),
         (2, {"accumulation": 7}, "cannot be cut"),

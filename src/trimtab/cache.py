@@ -141,6 +141,8 @@ BATCH_LOSSES = CacheKind("batch_losses")
 JOB_FAULTS = CacheKind("job_faults")
 """Reasons why jobs cannot be trained."""
 MODULE_CLASSES = CacheKind("module_classes")
+MODEL_PARAMETERS = CacheKind("model_parameters")
+"""Sizes of the parameters of jobs' models."""
 NUMBER_OPTIONS = CacheKind("number_options")
 """Whole-number options of jobs, with their limits."""
 TOKENS = CacheKind("text", max_entries=None)

@@ -33,6 +33,15 @@ def report(
     return write_report(Path(place), Path(out), figures=folder, complete=_with_timeline, say=say)
 
 
+def build_plan_page(plan: Plan, origin: str) -> str:
+    """Return the page about a plan as HTML; `origin` says where the plan is from."""
+    from trimtab.pages import page
+    from trimtab.pages.report_data import ReportData
+
+    data = _with_timeline(ReportData(origin=origin, plan=plan))
+    return page.build_page(data, page.draw_figures(data))
+
+
 def _with_timeline(story: ReportData) -> ReportData:
     """Return the report data with the memory timeline of a step, if the plan has a cached trace."""
     from dataclasses import replace

@@ -185,9 +185,9 @@ class JobChoices:
                 value = self.request.on
             if isinstance(value, str | int | float) and option.flag is not None:
                 words += [option.flag, f"{value:g}" if isinstance(value, float) else str(value)]
-        return shlex.join([*words, *self._write_options(request.options or {})])
+        return shlex.join([*words, *self.write_options(request.options or {})])
 
-    def _write_options(self, options: dict[str, Any]) -> list[str]:
+    def write_options(self, options: dict[str, Any]) -> list[str]:
         """Return the flags that set the options of the job."""
         own = {flag.attribute: flag for flag in job_flags() if base_name(self.job) in flag.jobs}
         words: list[str] = []

@@ -1,5 +1,5 @@
 // The calculator: sends the configuration, shows the answer, and waits for traces that have to be made.
-import { byId, draw, list, make, setVerdict, showFigures, showParts } from "./view.js";
+import { byId, draw, list, make, setVerdict, showDiff, showFigures, showOwners, showParts } from "./view.js";
 
 const POLL_MS = 250;
 const SETTLE_MS = 500;
@@ -8,7 +8,7 @@ const MOST_KEPT = 4;
 const FIELDS = ["device", "gpus", "strategy", "price", "micro_batch", "precision", "recompute", "seq", "lora", "base"];
 const NUMBERS = new Set(["gpus", "price", "micro_batch", "seq", "lora"]);
 
-const state = { choices: null, choice: null, answer: null, edge: null, scale: [], asked: 0, busy: false, kept: [] };
+const state = { choices: null, choice: null, answer: null, edge: null, scale: [], asked: 0, busy: false, kept: [], seen: "" };
 
 const ask = async (place, body) => {
   const reply = await fetch(place, {
@@ -96,6 +96,104 @@ const showRefused = ({ error, command }) => {
   announce(`Not possible: ${error.found}. ${error.cure || ""}`);
 };
 
+// --- the modules that own a part --------------------------------------------------------------------------
+
+// Asks until what has to be traced or planned first is there, or until the configuration is another.
+const askUntilReady = async (place, body, wait) => {
+  const choice = state.choice;
+  for (;;) {
+    const answer = await ask(place, body).catch(() => ({ status: "refused", error: ENDED }));
+    if (state.choice !== choice) return null;
+    if (answer.status !== "tracing") return answer;
+    wait(answer);
+    await new Promise((done) => { setTimeout(done, POLL_MS); });
+    if (state.choice !== choice) return null;
+  }
+};
+
+const fillOwners = async (item) => {
+  const wait = (answer) => showOwners(item, { what: `${answer.what}, please wait`, owners: [] });
+  const answer = await askUntilReady("owners", state.choice, wait);
+  if (!answer || item.querySelector("button").getAttribute("aria-expanded") !== "true") return;
+  showOwners(item, answer.status === "ready"
+    ? answer.parts[item.dataset.part] ?? { what: "", owners: [] } : { what: answer.error.found, owners: [] });
+};
+
+const findPart = (name) => [...byId("memory-parts").children].find((item) => item.dataset.part === name);
+
+const toggleOwners = (name) => {
+  const item = findPart(name);
+  const isOpen = item.querySelector("button").getAttribute("aria-expanded") === "true";
+  showOwners(item, isOpen ? null : { what: "", owners: [] });
+  if (!isOpen) fillOwners(item);
+};
+
+// Owners that are shown belong to the newest answer.
+const refreshOwners = () => {
+  for (const button of document.querySelectorAll('#memory-parts button[aria-expanded="true"]')) fillOwners(button.closest("li"));
+};
+
+// A part of the bar opens the same list, by a click, Enter or the space bar.
+const openMark = (event) => {
+  const mark = event.target.closest ? event.target.closest("#memory-bar .mark") : null;
+  if (!mark || (event.type === "keydown" && event.key !== "Enter" && event.key !== " ")) return;
+  event.preventDefault();
+  const name = mark.getAttribute("aria-label").split(":")[0];
+  const item = findPart(name);
+  if (!item) return;
+  toggleOwners(name);
+  if (event.type === "click") item.scrollIntoView({ block: "nearest" });
+  else item.querySelector("button").focus();
+};
+
+// --- the plan, and a config file --------------------------------------------------------------------------
+
+const ENDED = { given: "", found: "trimtab explore has ended", cure: "Start it again in the terminal." };
+
+const sayError = ({ given, found, cure }) => `${given ? `${given}: ` : ""}${found}. ${cure || ""}`.trim();
+
+// What was shown of the plan and of a file belongs to one configuration.
+const forgetPlan = () => {
+  byId("plan").hidden = true;
+  byId("write").hidden = true;
+  byId("diff").hidden = true;
+  byId("config-said").replaceChildren();
+  byId("config-done").textContent = "";
+};
+
+const openPlan = async () => {
+  const wait = (answer) => { byId("done").textContent = `${answer.what[0].toUpperCase()}${answer.what.slice(1)}, ${Math.round(answer.elapsed_s)} s`; };
+  const answer = await askUntilReady("plan", state.choice, wait);
+  if (!answer) return;
+  if (answer.status !== "ready") { byId("done").textContent = `There is no such plan. ${sayError(answer.error)}`; return; }
+  byId("plan-page").href = answer.page;
+  byId("plan-setting").textContent = answer.setting;
+  byId("plan-command").textContent = answer.command;
+  byId("plan").hidden = false;
+  byId("done").textContent = "The plan opens in a new tab; if the browser forbids that, use the link. The command makes the same plan as a file.";
+  window.open(answer.page, "_blank", "noopener");
+};
+
+const askConfig = async (seen) => {
+  const file = byId("config").value.trim();
+  const wait = (answer) => { byId("config-done").textContent = `${answer.what}, please wait`; };
+  const answer = await askUntilReady("config", { choice: state.choice, file, seen }, wait);
+  if (!answer) return;
+  forgetPlan();
+  if (answer.status !== "ready") { byId("config-done").textContent = sayError(answer.error); return; }
+  list(byId("config-said"), answer.said);
+  if (answer.written.length) {
+    byId("config-done").textContent = `Written: ${answer.written.join(", ")}. The backup is ${answer.backup}; to undo it: ${answer.written.map((name) => `trimtab revert ${name}`).join("; ")}`;
+    return;
+  }
+  if (!answer.diff) { byId("config-done").textContent = `${file} says so already; there is nothing to write.`; return; }
+  showDiff(byId("diff"), answer.diff);
+  byId("diff").hidden = false;
+  byId("write").hidden = false;
+  state.seen = answer.seen;
+  byId("config-done").textContent = `Nothing is written yet: ${answer.edits.length} ${answer.edits.length === 1 ? "change" : "changes"} in ${file}.`;
+};
+
 const showReady = (answer) => {
   setVerdict(byId("verdict"), answer.verdict);
   byId("headline").textContent = answer.headline;
@@ -106,7 +204,8 @@ const showReady = (answer) => {
   showFigures(byId("figures"), answer.figures);
   byId("step-note").textContent = answer.step_note;
   draw(byId("memory-bar"), answer.memory.drawings);
-  showParts(byId("memory-parts"), answer.memory.parts);
+  showParts(byId("memory-parts"), answer.memory.parts, toggleOwners);
+  refreshOwners();
   byId("memory-note").textContent = [answer.memory.rank && `These are the ranks of ${answer.memory.rank}.`, answer.memory.note].filter(Boolean).join(" ");
   draw(byId("time-bar"), answer.time ? answer.time.drawings : []);
   showParts(byId("time-parts"), answer.time ? answer.time.parts : []);
@@ -124,9 +223,19 @@ const show = (answer) => {
   byId("wait").hidden = byId("wait").hidden || !waiting;
   byId("copy").disabled = !answer.command;
   byId("keep").disabled = answer.status !== "ready" || state.kept.length >= MOST_KEPT;
+  byId("open-plan").disabled = answer.status !== "ready";
+  byId("show-diff").disabled = answer.status !== "ready";
   if (waiting) showWait(answer);
   else if (answer.status === "refused") showRefused(answer);
   else showReady(answer);
+};
+
+const showTook = (answer, took, waited) => {
+  const element = byId("took");
+  element.dataset.ms = answer.status === "ready" ? took.toFixed(1) : "";
+  element.dataset.server = answer.status === "ready" ? answer.elapsed_ms.toFixed(1) : "";
+  if (answer.status !== "ready") element.textContent = "";
+  else element.textContent = `Answered in ${took.toFixed(0)} ms ${waited ? "after a new trace" : "from traces already made"}.`;
 };
 
 // One request at a time; while it is under way only the newest choice waits.
@@ -135,14 +244,18 @@ const update = async () => {
   if (state.busy) return;
   state.busy = true;
   let seen = -1;
+  let waited = false;
   while (seen !== state.asked) {
     seen = state.asked;
     const sent = { ...state.choice };
+    const began = performance.now();
     let answer;
     try { answer = await ask("estimate", sent); }
-    catch { answer = { status: "refused", error: { given: "", found: "trimtab explore has ended", cure: "Start it again in the terminal." } }; }
+    catch { answer = { status: "refused", error: ENDED }; }
     if (seen !== state.asked) continue;
     show(answer);
+    showTook(answer, performance.now() - began, waited);
+    waited = answer.status === "tracing";
     if (answer.status === "tracing") {
       await new Promise((done) => { setTimeout(done, POLL_MS); });
       if (seen === state.asked) { state.asked += 1; }
@@ -155,6 +268,7 @@ const change = (name, value, from = null) => {
   const before = state.choice;
   state.choice = { ...before, [name]: value };
   byId("note").textContent = "";
+  if (name !== "price") forgetPlan();
   if (name === "device" || name === "gpus") settleGpus();
   if (!isAlike(before, state.choice)) { state.edge = null; showEdge(); }
   if (from !== byId("micro_batch")) byId("micro_batch").value = String(state.choice.micro_batch);
@@ -241,6 +355,7 @@ const fill = (id, values, group = "") => {
 const setChoice = (choice) => {
   state.choice = choice;
   state.edge = null;
+  forgetPlan();
   for (const name of FIELDS) byId(name).value = choice[name] === null ? "" : String(choice[name]);
   settleGpus();
   showEdge();
@@ -297,6 +412,12 @@ const start = async () => {
     }
   });
   byId("keep").addEventListener("click", keep);
+  byId("open-plan").addEventListener("click", openPlan);
+  byId("config-form").addEventListener("submit", (event) => { event.preventDefault(); askConfig(""); });
+  byId("config").addEventListener("input", forgetPlan);
+  byId("write").addEventListener("click", () => askConfig(state.seen));
+  byId("memory-bar").addEventListener("click", openMark);
+  byId("memory-bar").addEventListener("keydown", openMark);
   setChoice(choices.start);
 };
 

@@ -10,7 +10,9 @@ import msgspec
 
 from trimtab.api.estimating import first_device, requested_setting
 from trimtab.calculator.choices import ExploreChoice, JobChoices
-from trimtab.calculator.traces import TraceStore, WorkQueue
+from trimtab.calculator.owners import describe_owners
+from trimtab.calculator.plans import ConfigQuestion, PlanStore
+from trimtab.calculator.traces import TraceMissing, TraceStore, WorkQueue
 from trimtab.errors import TrimtabError
 from trimtab.jobs.load import find_job_name
 from trimtab.pages.charts import LimitLine, draw_stack
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.spec import Cluster, Device, Estimate, Setting, Trace, Workload
     from trimtab.spec.requests import ExploreRequest
+    from trimtab.training.job_queries import ParameterFacts
 
 MOST_ANSWERS = 512
 VERDICTS = {
@@ -39,14 +42,6 @@ VERDICTS = {
     Verdict.FITS_TIGHT: "Fits tightly",
     Verdict.DOES_NOT_FIT: "Does not fit",
 }
-
-
-class TraceMissing(Exception):  # noqa: N818 - an answer, no error
-    """Something has to be traced first; `progress` says how far that is."""
-
-    def __init__(self, progress: dict[str, Any]) -> None:
-        super().__init__(progress["what"])
-        self.progress = progress
 
 
 @dataclass(frozen=True)
@@ -91,6 +86,7 @@ class Explorer:
         self.queue = WorkQueue()
         self._answers: dict[ExploreChoice, ChoiceEstimate] = {}
         self._edges: dict[ExploreChoice, dict[str, Any]] = {}
+        self.plans = PlanStore(self.choices, self.queue)
 
     def close(self) -> None:
         """End the background work and its process."""
@@ -108,6 +104,56 @@ class Explorer:
         except TrimtabError as error:
             return {"status": "refused", "error": error.to_dict(), "command": self._try_command(choice)}
         return {"status": "ready", **described, "elapsed_ms": 1e3 * (time.perf_counter() - began)}
+
+    def list_owners(self, choice: ExploreChoice) -> dict[str, Any]:
+        """Return for each part of the memory what it is, and which modules own it."""
+        try:
+            question = self._make_question(choice)
+            estimate, trace = self._estimate(question).estimate, self._find_trace(question)
+            parameters = self._find_parameters(question.options)
+        except TraceMissing as missing:
+            return {"status": "tracing", **missing.progress}
+        except TrimtabError as error:
+            return {"status": "refused", "error": error.to_dict()}
+        return {"status": "ready", "parts": describe_owners(estimate, question.setting, trace, parameters)}
+
+    def _find_parameters(self, options: dict[str, Any]) -> dict[str, ParameterFacts]:
+        parameters = self.traces.find_parameters(options)
+        if parameters is None:
+            raise TraceMissing(
+                self.queue.ask(
+                    f"parameters {options}",
+                    "reading the parameters of the model",
+                    lambda: self.traces.read_parameters(options),
+                )
+            )
+        return parameters
+
+    def open_plan(self, choice: ExploreChoice) -> dict[str, Any]:
+        """Return where the page about the plan of a choice is, and the command that makes the plan."""
+        try:
+            setting = self._make_question(choice).setting
+            name, plan = self.plans.find(choice, setting)
+        except TraceMissing as missing:
+            return {"status": "tracing", **missing.progress}
+        except TrimtabError as error:
+            return {"status": "refused", "error": error.to_dict()}
+        return {
+            "status": "ready",
+            "page": f"plan/{name}",
+            "setting": describe_setting(plan.choice),
+            "command": self.plans.write_command(choice, setting),
+        }
+
+    def change_config(self, question: ConfigQuestion) -> dict[str, Any]:
+        """Return the diff that writes a choice into a config file, or write it."""
+        try:
+            _, plan = self.plans.find(question.choice, self._make_question(question.choice).setting)
+            return {"status": "ready", **self.plans.propose(plan, question)}
+        except TraceMissing as missing:
+            return {"status": "tracing", **missing.progress}
+        except TrimtabError as error:
+            return {"status": "refused", "error": error.to_dict()}
 
     def find_edge(self, choice: ExploreChoice) -> dict[str, Any]:
         """Return the largest micro-batch of a choice that fits, and what stops the next one."""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.calculator.choices import ExploreChoice
+from trimtab.calculator.plans import ConfigQuestion
 from trimtab.errors import EnvironmentFault
-from trimtab.pages.page import read_asset
+from trimtab.pages.page import make_policy, read_asset
 from trimtab.version import VERSION
 
 if TYPE_CHECKING:
@@ -26,13 +27,11 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 LARGEST_BODY = 64 * 1024
 HTML, CSS, SCRIPT, JSON = "text/html", "text/css", "text/javascript", "application/json"
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
-)
+OWN_PAGE = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+POLICY = f"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; {OWN_PAGE}"
+PLAN_PAGES = "plan/"
 HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -64,6 +63,9 @@ class ExploreServer(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(24)
         self.routes: dict[str, Callable[[Any], dict[str, Any]]] = {
             "estimate": lambda body: explorer.answer(msgspec.convert(body, ExploreChoice)),
+            "owners": lambda body: explorer.list_owners(msgspec.convert(body, ExploreChoice)),
+            "plan": lambda body: explorer.open_plan(msgspec.convert(body, ExploreChoice)),
+            "config": lambda body: explorer.change_config(msgspec.convert(body, ConfigQuestion)),
             "edge": lambda body: explorer.find_edge(msgspec.convert(body, ExploreChoice)),
         }
         try:
@@ -89,6 +91,8 @@ class ExploreHandler(BaseHTTPRequestHandler):
     sys_version = ""
     protocol_version = "HTTP/1.1"
     timeout = 30
+    # Headers and body are two packets: the second must not wait until the browser confirms the first.
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
         """Send the page, its style, its scripts, or what can be chosen."""
@@ -102,6 +106,10 @@ class ExploreHandler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, read_asset(place), REPORT_ASSETS[place])
         elif place == "choices":
             self._send_json(HTTPStatus.OK, self.server.explorer.choices.describe())
+        elif place.startswith(PLAN_PAGES) and (
+            page := self.server.explorer.plans.read_page(place.removeprefix(PLAN_PAGES))
+        ):
+            self._send(HTTPStatus.OK, page, HTML, policy=f"{make_policy()}; {OWN_PAGE}")
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
@@ -166,10 +174,10 @@ class ExploreHandler(BaseHTTPRequestHandler):
     def _send_json(self, status: HTTPStatus, value: dict[str, Any]) -> None:
         self._send(status, msgspec.json.encode(value), JSON)
 
-    def _send(self, status: HTTPStatus, body: str | bytes, kind: str) -> None:
+    def _send(self, status: HTTPStatus, body: str | bytes, kind: str, policy: str = POLICY) -> None:
         data = body.encode() if isinstance(body, str) else body
         self.send_response(status)
-        for name, value in HEADERS.items():
+        for name, value in (HEADERS | {"Content-Security-Policy": policy}).items():
             self.send_header(name, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))

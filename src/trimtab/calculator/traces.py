@@ -20,14 +20,24 @@ from trimtab.trace.loss_check import check_batch_loss
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.server import WorkerProcess
 from trimtab.trace.tracer import cached_family, family_key
+from trimtab.training.job_queries import list_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trimtab.predict.traces import Family
     from trimtab.spec import BatchLoss, Device, Setting, Workload
+    from trimtab.training.job_queries import ParameterFacts
 
     Answer = Trace | TrimtabError
+
+
+class TraceMissing(Exception):  # noqa: N818 - an answer, no error
+    """Something has to be traced or planned first; `progress` says how far that is."""
+
+    def __init__(self, progress: dict[str, Any]) -> None:
+        super().__init__(progress["what"])
+        self.progress = progress
 
 
 class WorkQueue:
@@ -114,6 +124,7 @@ class TraceStore:
     families: dict[str, Family] = field(default_factory=dict)
     workloads: dict[str, Workload] = field(default_factory=dict)
     batch_losses: dict[str, BatchLoss] = field(default_factory=dict)
+    parameters: dict[str, dict[str, ParameterFacts]] = field(default_factory=dict)
     underivable: set[str] = field(default_factory=set)
     """Families whose traces do not follow from others: they are traced as they are."""
     worker: WorkerProcess = field(default_factory=WorkerProcess)
@@ -128,6 +139,14 @@ class TraceStore:
         self.workloads[key] = summarize_job(self.job, options)
         if not comes_with_trimtab(self.job):
             self.batch_losses[key] = check_batch_loss(self.job, options)
+
+    def find_parameters(self, options: dict[str, Any]) -> dict[str, ParameterFacts] | None:
+        """Return the parameters of the job's model, if they are known."""
+        return self.parameters.get(repr(sorted(options.items())))
+
+    def read_parameters(self, options: dict[str, Any]) -> None:
+        """Read the parameters of the job's model; runs the job's code in another process."""
+        self.parameters[repr(sorted(options.items()))] = list_parameters(self.job, options)
 
     def list_warnings(self, options: dict[str, Any], setting: Setting) -> tuple[str, ...]:
         """Return warnings about a setting that splits the batch of the job."""

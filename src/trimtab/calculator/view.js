@@ -30,8 +30,8 @@ export const showFigures = (list, figures) => {
 
 const percent = (share) => `${share < 0.0995 && share > 0 ? (100 * share).toFixed(1) : (100 * share).toFixed(0)} %`;
 
-// A part keeps its element from answer to answer, so that it keeps the focus.
-export const showParts = (list, parts) => {
+// A part keeps its element from answer to answer, so that it keeps the focus. With `open`, a click on a part calls it.
+export const showParts = (list, parts, open = null) => {
   const known = new Map([...list.children].map((item) => [item.dataset.part, item]));
   const items = parts.map(({ name, shown, share }) => {
     let item = known.get(name);
@@ -40,7 +40,12 @@ export const showParts = (list, parts) => {
         make("span", { class: `swatch ${name}`, "aria-hidden": "true" }), make("span", { class: "name" }, name),
         make("span", { class: "size" }), make("span", { class: "share" }),
       ];
-      item = make("li", { "data-part": name }, make("div", { class: "part" }, ...cells));
+      const row = open ? make("button", { class: "part", type: "button", "aria-expanded": "false" }, ...cells) : make("div", { class: "part" }, ...cells);
+      item = make("li", { "data-part": name }, row);
+      if (open) {
+        item.append(make("div", { class: "owners", hidden: true }));
+        row.addEventListener("click", () => open(name));
+      }
     }
     item.querySelector(".size").textContent = shown;
     item.querySelector(".share").textContent = percent(share);
@@ -53,3 +58,19 @@ export const showParts = (list, parts) => {
 export const setVerdict = (box, kind) => { box.className = `verdict ${kind}`; };
 
 export const list = (element, lines) => element.replaceChildren(...lines.map((line) => make("li", {}, line)));
+
+// What a part is, and the modules that own it; null closes it.
+export const showOwners = (item, part) => {
+  const box = item.querySelector(".owners");
+  item.querySelector("button").setAttribute("aria-expanded", String(part !== null));
+  box.hidden = part === null;
+  if (part === null) { box.replaceChildren(); return; }
+  const rows = part.owners.map(({ name, shown }) => make("li", {}, make("span", { class: "name" }, name), make("span", { class: "size" }, shown)));
+  box.replaceChildren(make("p", {}, part.what), ...(rows.length ? [make("ul", { "aria-label": "Owners" }, ...rows)] : []));
+};
+
+// A diff line by line; colours repeat what the signs say.
+export const showDiff = (element, diff) => {
+  const kinds = { "+": "added", "-": "removed", "@": "place" };
+  element.replaceChildren(...diff.replace(/\n$/, "").split("\n").map((line) => make("span", { class: /^(\+\+\+|---)/.test(line) ? "place" : kinds[line[0]] ?? "" }, `${line}\n`)));
+};

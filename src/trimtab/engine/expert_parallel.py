@@ -99,6 +99,8 @@ class ExpertGroup:
         """Names of the modules of experts."""
         self.record: Callable[[Any], None] | None = None
         """Called just before each collective."""
+        self.tensor_mesh: Any = None
+        """Mesh of the ranks that split layers, which have the same tokens; None without them."""
         self.input_dtype: torch.dtype | None = None
         """What FSDP casts the inputs of experts to."""
         self._group = mesh.get_group()
@@ -293,6 +295,36 @@ class CollectResults(torch.autograd.Function):
         return ctx.route.send(gradient, ctx.order), None, None
 
 
+def _gather(tensor: Any) -> torch.Tensor:
+    """Return a tensor that all ranks which split layers have all of."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole: torch.Tensor = tensor
+    return whole.redistribute(placements=[Replicate()]) if isinstance(whole, DTensor) else whole
+
+
+def _take_part(rows: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Return this rank's part of rows that all ranks of a mesh have."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(rows, DTensor):
+        rows = DTensor.from_local(rows, mesh, [Replicate()], run_check=False)
+    return rows.redistribute(placements=[Shard(0)]).to_local()
+
+
+def _join_parts(part: torch.Tensor, mesh: Any, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor that all ranks of a mesh have, from the rows of each of them."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    rows = torch.Size((shape[:-1].numel(), shape[-1]))
+    joined = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=rows, stride=(rows[1], 1))
+    joined = joined.redistribute(placements=[Replicate()])
+    if rows == shape:
+        return joined
+    # FSDP warns of outputs that are views.
+    return DTensor.from_local(joined.to_local().reshape(shape), mesh, [Replicate()], run_check=False)
+
+
 class SplitExperts:
     """Forward pass of a module of experts whose weights are on several ranks."""
 
@@ -302,19 +334,37 @@ class SplitExperts:
         self._experts = experts
         self._group = group
         self._local = experts // group.size
-        self._owners = [owner for owner in module.modules() if owner._parameters]
+        self._list = find_expert_list(module)
+        is_stacked = self._list is None
+        self._owners = [owner for owner in module.modules() if owner._parameters and is_stacked]
         for owner in module.modules():
-            if vars(owner).get(COUNT_NAME) == experts:
+            if vars(owner).get(COUNT_NAME) == experts and is_stacked:
                 setattr(owner, COUNT_NAME, self._local)
 
     def __call__(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Send tokens to their experts, run the module's own forward pass, and collect the results."""
+        """Send tokens to their experts, run the module's own forward pass, and collect the results.
+
+        Ranks that split layers have the same tokens: each of them sends its part, and they gather the
+        results.
+        """
+        mesh = self._group.tensor_mesh
+        if mesh is None:
+            return self._run_tokens(hidden, index, weights, *args, **kwargs)
+        rows = hidden.shape[:-1].numel()
+        parts = [_take_part(_gather(tensor).reshape(rows, -1), mesh) for tensor in (hidden, index, weights)]
+        return _join_parts(self._run_tokens(*parts, *args, **kwargs), mesh, hidden.shape)
+
+    def _run_tokens(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         tokens = hidden.reshape(-1, hidden.shape[-1])
         if self._group.input_dtype is not None:
             # FSDP of torch 2.11 casts inputs in the forward pass, and not when a block is recomputed.
             tokens, weights = tokens.to(self._group.input_dtype), weights.to(self._group.input_dtype)
+        if self._group.size == 1:
+            return self._run(tokens, index, weights, *args, **kwargs).to(hidden.dtype)
         index = index.reshape(tokens.shape[0], -1)
         route, experts = self._plan_route(index)
         order = torch.argsort(index.reshape(-1), stable=True)
@@ -333,13 +383,16 @@ class SplitExperts:
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         split, received = self._group.split_rows(self._layer, counts, chosen.numel())
         experts = torch.arange(self._local, device=chosen.device).repeat(self._group.size)
+        if self._list is not None:
+            # A list has its places on every rank, but not all experts.
+            experts = experts + self._local * self._group.rank
         experts = torch.repeat_interleave(experts, received, output_size=sum(split.received))
         return Route(self._group, self._layer, split, index.shape[-1]), experts
 
     def _run(self, rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the module's own forward pass with the weights of this rank."""
         shadowed: list[tuple[dict[str, Any], str]] = []
-        parameters = []
+        parameters: list[torch.Tensor] = [] if self._list is None else [*self._list.parameters()]
         try:
             for owner in self._owners:
                 for name, parameter in owner._parameters.items():
@@ -352,13 +405,33 @@ class SplitExperts:
                     shadowed.append((vars(owner), name))
             if rows.shape[0]:
                 results: torch.Tensor = self._forward(rows, *args, **kwargs)
-                return results
+                # Experts of a list that got no token have gradients of zeros: the other ranks wait for them.
+                return results if self._list is None else results + _sum_nothing(parameters)
             # Nobody chose these experts. Their gradients are zeros, and the other ranks wait for them.
             weights = args[1]
-            return rows + weights.sum() + sum(parameter.flatten()[:0].sum() for parameter in parameters)
+            return rows + weights.sum() + _sum_nothing(parameters)
         finally:
             for attributes, name in shadowed:
                 del attributes[name]
+
+
+def _sum_nothing(parameters: Sequence[torch.Tensor]) -> Any:
+    """Return a 0 to which all parameters contribute."""
+    return sum(parameter.flatten()[:0].sum() for parameter in parameters)
+
+
+class AbsentExpert(nn.Module):
+    """Place of an expert that another rank has: it gets no rows, and returns them."""
+
+    def forward(self, rows: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Return no rows; raise if there are some."""
+        if rows.shape[0]:
+            raise WrongUse(
+                "expert_modules",
+                found="an expert of another rank got tokens that did not choose it",
+                cure="Call each expert with the tokens that chose it: where index is its number in the list.",
+            )
+        return rows
 
 
 # ------------------------------------------------------------------------ which modules
@@ -375,7 +448,7 @@ def find_experts(model: nn.Module, names: Sequence[str] = ()) -> dict[str, int]:
     found = {}
     for name, module in model.named_modules():
         experts = getattr(module, COUNT_NAME, None)
-        if isinstance(experts, int) and count_stacked(module) == experts and _takes_choices(module):
+        if isinstance(experts, int) and count_experts(module) == experts and _takes_choices(module):
             found[name] = experts
     return found
 
@@ -393,16 +466,46 @@ def _find_named(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
                 cure="Name modules as model.named_modules() does, as in layers.*.experts.",
             )
         for name in matching:
-            experts = count_stacked(modules[name])
+            experts = count_experts(modules[name])
             if experts is None or not _takes_choices(modules[name]):
-                wants = "weights of one first dimension, and forward(hidden, index, weights)"
+                wants = "weights of one first dimension or one nn.ModuleList of equal experts, and "
+                wants += "forward(hidden, index, weights)"
                 raise WrongUse(
                     given,
                     found=f"{name} ({type(modules[name]).__name__}) is not a module with {wants}",
-                    cure="Stack the weights of all experts, and choose among them by index.",
+                    cure=LIST_CURE if isinstance(modules[name], nn.ModuleList) else STACK_CURE,
                 )
             found[name] = experts
     return found
+
+
+STACK_CURE = "Stack the weights of all experts, and choose among them by index."
+LIST_CURE = (
+    "Move the list and the loop over it into a module, and name that module. Its forward(hidden, index, "
+    "weights) has, for each number and expert of the list: token, choice = torch.where(index == number); "
+    "output = output.index_add(0, token, expert(hidden[token]) * weights[token, choice, None])."
+)
+
+
+def count_experts(module: nn.Module) -> int | None:
+    """Return the number of experts of a module: stacked in its weights, or in a list; None if it has none."""
+    experts = find_expert_list(module)
+    return count_stacked(module) if experts is None else len(experts)
+
+
+def find_expert_list(module: nn.Module) -> nn.ModuleList | None:
+    """Return the list of equal experts that has all parameters of a module; None if there is none."""
+    lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+    if len(lists) != 1 or isinstance(module, nn.ModuleList):
+        return None
+    forms = {
+        tuple((name, parameter.shape) for name, parameter in expert.named_parameters())
+        for expert in lists[0]
+        if not isinstance(expert, AbsentExpert)
+    }
+    inside = {id(parameter) for parameter in lists[0].parameters()}
+    is_all = inside == {id(parameter) for parameter in module.parameters()}
+    return lists[0] if is_all and len(forms) == 1 and inside else None
 
 
 def count_stacked(module: nn.Module) -> int | None:
@@ -422,32 +525,35 @@ def _takes_choices(module: nn.Module) -> bool:
 
 
 def arrange_experts(
-    model: nn.Module, setting: Setting, device: str, names: Sequence[str] = ()
+    model: nn.Module, setting: Setting, device: str, counts: dict[str, int]
 ) -> ExpertGroup | None:
-    """Let the modules of experts send tokens to the ranks of their experts; None if the setting has none."""
-    ep = setting.mesh.ep
-    if ep == 1:
+    """Let the modules of experts send tokens to the ranks of their experts; None if the setting has none.
+
+    Ranks that split layers between them share the tokens of experts, even if all have the same experts.
+    `counts` are the modules of experts by name, with their number of experts.
+    """
+    mesh = setting.mesh
+    if mesh.ep == 1 and (mesh.tp == 1 or not counts):
         return None
-    found = find_experts(model, names)
-    check_experts(found, ep)
+    check_experts(counts, mesh.ep)
     group = make_expert_group(setting, device)
-    for layer, (name, experts) in enumerate(found.items()):
+    for layer, (name, experts) in enumerate(counts.items()):
         module = model.get_submodule(name)
         vars(module)["forward"] = SplitExperts(module, layer, experts, group)
         group.layers.append(name)
     return group
 
 
-def check_experts(found: dict[str, int], ep: int) -> None:
+def check_experts(counts: dict[str, int], ep: int) -> None:
     """Raise if a model has no experts, or a number of them that ranks cannot share."""
-    if not found:
+    if not counts:
         raise WrongUse(
             f"ep={ep}",
             found="the model has no experts that trimtab can spread: modules with num_experts, stacked "
-            "weights, and forward(hidden, index, weights)",
-            cure="Leave ep out, or name them in `expert_modules` of the job.",
+            "weights or a list of experts, and forward(hidden, index, weights)",
+            cure="Leave ep out, or name them in `expert_modules` of the job; docs/jobs.md has both forms.",
         )
-    for name, experts in found.items():
+    for name, experts in counts.items():
         if experts % ep:
             legal = [str(number) for number in range(1, experts + 1) if experts % number == 0]
             raise WrongUse(
@@ -462,6 +568,8 @@ def describe_experts(group: ExpertGroup | None, imbalance: float) -> list[str]:
     if group is None:
         return []
     layers = plural(len(group.layers), "layer")
+    if group.size == 1:
+        return [f"tp: ranks that split layers share the tokens of the experts of {layers}, which are shards"]
     tokens = "every rank gets as many tokens as the others"
     if imbalance > 1:
         tokens = f"this rank gets {imbalance:g} times as many tokens as the mean rank"
@@ -475,7 +583,7 @@ def make_expert_group(setting: Setting, device: str) -> ExpertGroup:
     from torch.utils._python_dispatch import _disable_current_modes
 
     mesh = setting.mesh
-    axes = {"dp_shard_mod_ep": mesh.shards // mesh.ep, "ep": mesh.ep}
+    axes = {"dp_shard_mod_ep": mesh.expert_ranks // mesh.ep, "ep": mesh.ep}
     if mesh.dp_replicate > 1:
         axes = {"dp_replicate": mesh.dp_replicate, **axes}
     same_experts = tuple(axes)[:-1]
@@ -487,9 +595,16 @@ def make_expert_group(setting: Setting, device: str) -> ExpertGroup:
 
 
 def split_experts(module: nn.Module, group: ExpertGroup) -> None:
-    """Leave this rank its share of the weights of a module of experts, as DTensors."""
+    """Leave this rank its share of the weights of a module of experts: DTensors, or members of a list."""
     from torch.distributed.tensor import DTensor, Shard
 
+    experts = find_expert_list(module)
+    if experts is not None:
+        each = len(experts) // group.size
+        for number in range(len(experts)):
+            if number // each != group.rank:
+                experts[number] = AbsentExpert()
+        return
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is None or isinstance(parameter, DTensor):

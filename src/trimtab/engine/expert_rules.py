@@ -22,7 +22,6 @@ def refuse_expert_split(setting: Setting) -> None:
     if refusal is not None:
         raise WrongUse(f"strategy {setting.strategy} with ep {ep}", found=refusal.found, cure=refusal.cure)
     options = {
-        f"tp {setting.mesh.tp}": setting.mesh.tp > 1,
         f"base {setting.base}": setting.base.storage.is_quantized,
         f"precision {setting.precision}": setting.dtypes.products_format is not None,
         f"offload {', '.join(setting.offload)}": bool(setting.offload),

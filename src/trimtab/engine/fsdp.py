@@ -588,7 +588,7 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
     if cast is not None:
         widen_norms(model)
     mesh, tensor_mesh, stage_mesh = make_device_mesh(setting, device)
-    splitter = None if plan is None else TensorSplitter(model, plan, tensor_mesh)
+    splitter = None if plan is None else TensorSplitter(model, plan, tensor_mesh, experts)
     # Memory can only be pinned for a GPU.
     is_offloaded = Offload.PARAMS in setting.offload
     offload = CPUOffloadPolicy(pin_memory=device != "cpu") if is_offloaded else OffloadPolicy()
@@ -617,6 +617,9 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
     expert_modules = set() if experts is None else {names[name] for name in experts.layers if name in names}
     blocks = [] if relay is None else list(relay.get_blocks(model).children())
     inside = {id(module) for block in blocks for module in block.modules()}
+    present -= _list_inside(
+        model, [] if experts is None else [name for name in experts.layers if name in names]
+    )
     for unit in (*(unit for unit in units if id(unit) in present), model):
         fill_unit = None if fill is None else functools.partial(_fill_tensor, fill, id(unit) in inside)
         move_module(unit, device, moved_tensors, fill_unit)
@@ -629,7 +632,7 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
             if experts is not None and id(module) in expert_modules:
                 split_experts(module, experts)
                 moved_tensors.clear()
-                shard(module, experts.shard_mesh, setting.mesh.shards // setting.mesh.ep)
+                shard(module, experts.shard_mesh, setting.mesh.expert_ranks // setting.mesh.ep)
                 expert_modules.remove(id(module))
         shard(unit, mesh, setting.mesh.shards)
         moved_tensors.clear()
@@ -637,6 +640,12 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
         return None
     relay.tensor_mesh = tensor_mesh
     return _connect_stages(model, relay, blocks, stage_mesh)
+
+
+def _list_inside(model: nn.Module, experts: list[str]) -> set[int]:
+    """Return the ids of all modules inside of modules of experts, which are no units of their own."""
+    owners = map(model.get_submodule, experts)
+    return {id(module) for owner in owners for module in owner.modules() if module is not owner}
 
 
 def _fill_tensor(fill: FillTensor, inside: bool, tensor: torch.Tensor) -> None:

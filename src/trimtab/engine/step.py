@@ -24,7 +24,7 @@ from trimtab.engine.context_parallel import (
     refuse_context,
     use_whole_sequences,
 )
-from trimtab.engine.expert_parallel import arrange_experts
+from trimtab.engine.expert_parallel import arrange_experts, find_experts
 from trimtab.engine.expert_rules import refuse_expert_split
 from trimtab.engine.float8 import convert_linear_layers
 from trimtab.engine.fsdp import move_module, shard_model
@@ -246,15 +246,15 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     quantize_frozen(model, setting.base, "cpu" if sharded else device)
     convert_linear_layers(model, setting.dtypes, device)
     apply_loss_form(model, setting.loss)
-    tensor_plan = find_tensor_plan(model, setting.mesh.tp, follow) if setting.mesh.tp > 1 else None
-    experts = arrange_experts(model, setting, device, expert_modules)
+    counts = find_experts(model, expert_modules) if max(setting.mesh.tp, setting.mesh.ep) > 1 else {}
+    tensor_plan = find_tensor_plan(model, setting.mesh.tp, follow, [*counts]) if setting.mesh.tp > 1 else None
+    experts = arrange_experts(model, setting, device, counts)
     recomputed, entries = enable_recompute(model, setting.recompute), entries or EntryPoints()
     moves = Offload.ACTIVATIONS in setting.offload
     offload = enable_activation_offload(model, entries, device, compiled=setting.compile) if moves else None
     # Without the blocks of other stages, the list is none of equal blocks any more.
     units = find_shard_units(model) if sharded else []
-    relay = None if install_stage is None else install_stage(model, split)
-    shards = None
+    relay, shards = None if install_stage is None else install_stage(model, split), None
     if not sharded:
         move_module(model, device, {}, None)
         if equalise is not None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from trimtab.engine.tensor_plan import Role
 
 if TYPE_CHECKING:
+    from trimtab.engine.expert_parallel import ExpertGroup
     from trimtab.engine.tensor_plan import TensorPlan
 
 SEQUENCE = 1
@@ -30,10 +31,20 @@ GATHERED = "_trimtab_gathered"
 class TensorSplitter:
     """Splits modules by a plan; each rank keeps its part."""
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, mesh: Any) -> None:
+    def __init__(
+        self, model: nn.Module, plan: TensorPlan, mesh: Any, experts: ExpertGroup | None = None
+    ) -> None:
+        """Take the plan, the mesh of the ranks, and the experts, whose weights stay as they are."""
         self._mesh = mesh
         # Modules of other pipeline stages are in the plan, and not in the model.
         modules = dict(model.named_modules(remove_duplicate=False))
+        self._left_alone: set[int] = set()
+        if experts is not None:
+            experts.tensor_mesh = mesh
+            for name in filter(modules.__contains__, experts.layers):
+                self._left_alone |= {id(module) for module in modules[name].modules()}
+                # Its parent chooses the experts of every token, which it mostly does for a list of tokens.
+                modules[name.rpartition(".")[0]].register_forward_pre_hook(_gather_inputs, with_kwargs=True)
         self._roles = {id(modules[name]): role for name, role in plan.roles.items() if name in modules}
         self._split: dict[int, tuple[Any, nn.Parameter]] = {}
         """By id: a parameter and what it became. Both are kept alive, so that their ids are not reused."""
@@ -42,6 +53,8 @@ class TensorSplitter:
     def split_module(self, module: nn.Module) -> None:
         """Turn all parameters of a module on the device into DTensors, except those that are already."""
         for owner in module.modules():
+            if id(owner) in self._left_alone:
+                continue
             role = self._roles.get(id(owner), Role.REPLICATED)
             is_new = False
             for name, parameter in owner._parameters.items():
@@ -106,6 +119,15 @@ def _gather_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None
         gathered = source.redistribute(placements=[Replicate()])
         setattr(source, GATHERED, gathered)
     return (gathered, *args[1:])
+
+
+def _gather_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gather the parts of the sequence in all inputs of a module."""
+
+    def gather(value: Any) -> Any:
+        return value.redistribute(placements=[Replicate()]) if isinstance(value, DTensor) else value
+
+    return tree_map(gather, (args, kwargs))
 
 
 def _gather_output(_: nn.Module, __: Any, output: Any) -> Any:

@@ -88,17 +88,21 @@ WHOLE = {"replicated_with_grad_allreduce", "sequence_parallel", "replicated", "r
 """Words of such a plan for layers that each rank has all of."""
 
 
-def find_tensor_plan(model: nn.Module, tp: int, run_loss: RunLoss | None = None) -> TensorPlan:
+def find_tensor_plan(
+    model: nn.Module, tp: int, run_loss: RunLoss | None = None, experts: Sequence[str] = ()
+) -> TensorPlan:
     """Return the role of each linear layer and embedding of a model; raise WrongUse if it cannot be split.
 
     `run_loss` computes the loss of a batch on the meta device; without it, only a plan of transformers is
-    used, and its head is not split.
+    used, and its head is not split. `experts` are the names of modules of experts, which have no roles: each
+    rank runs them with its part of the tokens.
     """
-    layers = _list_layers(model)
-    flow, failure = _follow_data(model, run_loss)
+    layers = _list_layers(model, experts)
+    flow, failure = _follow_data(model, layers, run_loss, experts)
     stated = getattr(model, "_tp_plan", None) or {}
     if stated:
-        roles, origin = _read_stated_plan(stated, layers, tp), "the plan of transformers"
+        inside = {id(module) for name in experts for module in model.get_submodule(name).modules()}
+        roles, origin = _read_stated_plan(stated, model, layers, tp, inside), "the plan of transformers"
         _check_config(model, tp)
     elif flow is not None:
         roles, origin = _derive_roles(flow, layers), "derived from the model's layers"
@@ -125,20 +129,35 @@ def _refuse(tp: int, found: str, cure: str) -> WrongUse:
     return WrongUse(f"tp {tp}", found=found, cure=cure)
 
 
-def _list_layers(model: nn.Module) -> dict[str, Any]:
+def _list_layers(model: nn.Module, experts: Sequence[str] = ()) -> dict[str, Any]:
+    inside = tuple(f"{name}." for name in experts)
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and not name.startswith(inside)
     }
 
 
-def _read_stated_plan(stated: dict[str, str], layers: dict[str, Any], tp: int) -> dict[str, Role]:
-    """Return the roles of a plan of transformers; `*` in it stands for the number of a block."""
+def _read_stated_plan(
+    stated: dict[str, str], model: nn.Module, layers: dict[str, Any], tp: int, experts: set[int]
+) -> dict[str, Role]:
+    """Return the roles of a plan of transformers; `*` in it stands for the number of a block.
+
+    `experts` are the ids of modules of experts with all modules inside of them, whose roles are left out.
+    """
+    owners = {name: module for name, module in model.named_modules() if id(module) not in experts}
+    owned = {
+        f"{name}.{own}".removeprefix(".") for name, module in owners.items() for own in module._parameters
+    }
     roles: dict[str, Role] = {}
     for pattern, word in stated.items():
         if word in WHOLE:
             continue
         matcher = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         names = [name for name in layers if matcher.fullmatch(name)]
+        if not names and not any(map(matcher.fullmatch, owned | owners.keys())):
+            # Layers of experts, or of blocks that this model has none of.
+            continue
         if word not in WORDS or not names:
             raise _refuse(
                 tp,
@@ -265,11 +284,12 @@ class DataFlow:
     """Layers whose outputs are the logits of a cross-entropy loss, and nothing else."""
 
 
-def _follow_data(model: nn.Module, run_loss: RunLoss | None) -> tuple[DataFlow | None, str]:
+def _follow_data(
+    model: nn.Module, layers: dict[str, Any], run_loss: RunLoss | None, experts: Sequence[str]
+) -> tuple[DataFlow | None, str]:
     """Run the loss on the meta device; return what was seen, or why it failed."""
     if run_loss is None:
         return None, "there is no job whose loss() could be followed"
-    layers = _list_layers(model)
     follower = _Follower(layers)
     handles = [
         handle
@@ -279,8 +299,27 @@ def _follow_data(model: nn.Module, run_loss: RunLoss | None) -> tuple[DataFlow |
             layer.register_forward_hook(follower.make_hook(name)),
         )
     ]
-    failure = run_on_meta(model, run_loss, follower, handles)
+    with _skip_experts(model, experts):
+        failure = run_on_meta(model, run_loss, follower, handles)
     return (None, failure) if failure else (follower.finish(), "")
+
+
+@contextmanager
+def _skip_experts(model: nn.Module, experts: Sequence[str]) -> Iterator[None]:
+    """Let experts return what looks like their tokens: which tokens they get depends on values."""
+    modules = [model.get_submodule(name) for name in experts]
+    try:
+        for module in modules:
+            vars(module)["forward"] = _mix_tokens
+        yield
+    finally:
+        for module in modules:
+            del vars(module)["forward"]
+
+
+def _mix_tokens(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    # An operation after which no part of a layer's outputs is enough.
+    return hidden.flip(-1)
 
 
 READ_NUMBER = "_local_scalar_dense"

@@ -62,7 +62,7 @@ def draw_figures(data: ReportData) -> list[Figure]:
 def build_page(data: ReportData, shown: Sequence[Figure]) -> str:
     """Build the whole HTML file."""
     style, script = read_asset("style.css"), read_asset("script.js")
-    policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
+    policy = make_policy()
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -80,6 +80,12 @@ def build_page(data: ReportData, shown: Sequence[Figure]) -> str:
         tag("script", Markup(script)),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def make_policy() -> str:
+    """Return the policy of the page: its own style and script, and nothing from anywhere else."""
+    style, script = read_asset("style.css"), read_asset("script.js")
+    return f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
 
 
 def _csp_hash(content: str) -> str:

@@ -78,11 +78,11 @@ class FrameworkRules:
     """Whether tensor parallelism splits the sequence between the split layers."""
     all_to_all: bool = False
     """Whether context parallelism exchanges heads for tokens (Ulysses) instead of passing blocks around."""
-    experts_span_tp: bool = True
-    """Whether ranks that split layers may hold different experts; in trimtab they do not."""
+    ignores_experts: bool = True
+    """Whether ep changes nothing where a model has no experts; trimtab refuses it."""
 
 
-TRIMTAB_RULES = FrameworkRules(uses_all_gpus=False, even_batches=False, experts_span_tp=False)
+TRIMTAB_RULES = FrameworkRules(uses_all_gpus=False, even_batches=False, ignores_experts=False)
 """What trimtab's own plans require."""
 
 
@@ -530,7 +530,7 @@ def _check_experts(
     if ep == 1:
         return
     if experts == 0:
-        say = _warning if rules.experts_span_tp else _error
+        say = _warning if rules.ignores_experts else _error
         yield say("experts", given, "the model has no experts, so that it changes nothing", "Leave it out.")
         return
     if experts is not None and experts % ep:
@@ -540,15 +540,7 @@ def _check_experts(
     if parallel is None and degrees.dp_shard is None:
         return
     shards = degrees.dp_shard or (parallel or 1) // (degrees.dp_replicate or 1)
-    if degrees.tp > 1 and not rules.experts_span_tp:
-        yield _error(
-            "ep-tp",
-            degrees.spell("tp", "ep"),
-            "trimtab does not run the two together",
-            "Leave one of them out.",
-        )
-    ranks = shards * degrees.cp * (degrees.tp if rules.experts_span_tp else 1)
-    axes = "dp_shard x cp x tp" if rules.experts_span_tp else "dp_shard x cp"
+    ranks, axes = shards * degrees.cp * degrees.tp, "dp_shard x cp x tp"
     if ranks % ep:
         yield _error(
             "ep-ranks",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.facts import facts_of
@@ -226,7 +225,7 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
         trainer=model.trainer,
         budget_bytes=int(usable / room),
         pins=model.pins,
-        refuse=partial(explain_refusal, model.shape) if model.trainer == OWN else lambda _: "",
+        refuse=explain_refusal if model.trainer == OWN else lambda _: "",
     )
     estimator = LayoutEstimator(model.shape, speed.pace, speed.host, find_links(cluster, gpus, own))
     search = LayoutSearch(question, estimator).run()
@@ -272,15 +271,8 @@ def make_setting(layout: DecoderLayout) -> Setting:
     )
 
 
-def explain_refusal(shape: DecoderShape, layout: DecoderLayout) -> str:
-    """Return why `trimtab train` does not run a layout; empty if it does.
-
-    Attention of split heads is not split over sequences, and experts are not split over tp.
-    """
-    if layout.tp > 1 and layout.cp > 1:
-        return "trimtab train does not run tp with cp"
-    if layout.tp > 1 and shape.experts:
-        return "trimtab train does not run tp with experts"
+def explain_refusal(layout: DecoderLayout) -> str:
+    """Return why `trimtab train` does not run a layout; empty if it does."""
     setting = make_setting(layout)
     if find_training_refusal(setting) is not None:
         return "trimtab train does not run these degrees together"

@@ -153,6 +153,16 @@ class DecoderLayout:
         """Ranks that share weights or states: those with the same part of the model in different data."""
         return self.dp_shard * self.cp if self.sharding is not Sharding.NONE else 1
 
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the weights or states of an expert.
+
+        Ranks of an expert-parallel group have different experts. Those that split layers are among them, or
+        hold shards of the same experts; without such groups, they split the experts too.
+        """
+        ranks = self.shards * self.tp if self.ep > 1 else self.shards
+        return max(1, ranks // self.ep) if self.sharding is not Sharding.NONE else 1
+
 
 class PassTime(NamedTuple):
     """Seconds of one micro-batch on one rank."""
@@ -288,9 +298,7 @@ class LayoutEstimator:
         dense, experts, tables = self.count_weights(layout, stage)
         own = dense + tables
         width, sums = DTYPE_BYTES[layout.dtype], DTYPE_BYTES[layout.gradients]
-        # Experts are different on the ranks of an expert-parallel group, so fewer ranks share each of them.
-        expert_shards = max(1, layout.shards // layout.ep)
-        sharded = own // layout.shards + experts // expert_shards
+        sharded = own // layout.shards + experts // layout.expert_shards
         share = layout.share
         hidden = share.tokens * self.shape.width * width
         ends = (stage == 0) + (stage == layout.pp - 1)
@@ -493,7 +501,7 @@ class LayoutEstimator:
             return [(dense + experts + tables, ranks, layout.tp)]
         return [
             (dense + tables, ranks, layout.tp),
-            (experts, max(1, ranks // layout.ep), layout.tp * layout.ep),
+            (experts, max(1, ranks * layout.tp // layout.ep), layout.ep),
         ]
 
     def _exchange_weights_s(
@@ -547,7 +555,7 @@ class LayoutEstimator:
 
     def _count_updated(self, layout: DecoderLayout) -> int:
         dense, experts, tables = self.count_weights(layout, 0)
-        return (dense + tables) // layout.shards + experts // max(1, layout.shards // layout.ep)
+        return (dense + tables) // layout.shards + experts // layout.expert_shards
 
     def _time_update(self, numbers: int) -> float:
         """Return the seconds of the norm, clipping, the update in float32 and the copies in 16 bits."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.facts import fallback_facts
 from trimtab.predict.allocator import AllocatorConfig, Event, replay
@@ -13,7 +14,7 @@ from trimtab.strategies import strategy_of
 from trimtab.strategies.limits import keeps_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from trimtab.catalog.facts import MemoryFacts
     from trimtab.spec import Setting
@@ -164,6 +165,55 @@ def _largest_modules(trace: Trace, live: set[int], count: int = 5) -> tuple[tupl
         if name:
             sums[name] = sums.get(name, 0) + round_to_block(trace.sizes[number])
     return tuple(sorted(sums.items(), key=lambda item: -item[1])[:count])
+
+
+NUMBERED = re.compile(r"(?<![^.])\d+(?![^.])")
+"""Numbers in the names of modules, as in blocks.3.mlp."""
+OTHERS = "others"
+
+
+class PartOwner(NamedTuple):
+    """Modules of the same name but for numbers, and their bytes in a part of the memory."""
+
+    module: str
+    """The name, with * for numbers that differ; empty: outside of all modules."""
+    modules: int
+    size: int
+
+
+def list_part_owners(trace: Trace) -> dict[str, list[PartOwner]]:
+    """Return which modules own each part of the memory at the peak, as far as the trace knows."""
+    _, live = _find_peak(trace, trace.marks.get("step0", 0))
+    sizes: dict[str, list[tuple[str, float]]] = {}
+    for number in live:
+        part, module = PARTS[trace.parts[number]], trace.module_names[trace.modules[number]]
+        # Gradients are recorded with the name of their parameter.
+        module = module.rpartition(".")[0] if part == "gradients" else module
+        sizes.setdefault(part, []).append((module, round_to_block(trace.sizes[number])))
+    return {part: group_owners(pairs) for part, pairs in sizes.items()}
+
+
+def group_owners(sizes: Iterable[tuple[str, float]], count: int = 8) -> list[PartOwner]:
+    """Return the owners of some bytes by module, largest first; modules of repeated blocks are one owner.
+
+    After `count` entries, the rest is one entry with the name OTHERS.
+
+    >>> group_owners([("blocks.0.mlp", 3), ("blocks.1.mlp", 3), ("norm", 1)])
+    [PartOwner(module='blocks.*.mlp', modules=2, size=6), PartOwner(module='norm', modules=1, size=1)]
+    """
+    sums: dict[str, float] = {}
+    names: dict[str, set[str]] = {}
+    for module, size in sizes:
+        name = NUMBERED.sub("*", module)
+        names.setdefault(name, set()).add(module)
+        sums[name] = sums.get(name, 0) + size
+    listed = []
+    for name, size in sorted(sums.items(), key=lambda item: -item[1]):
+        modules = names[name]
+        listed.append(PartOwner(name if len(modules) > 1 else next(iter(modules)), len(modules), round(size)))
+    rest = listed[count:]
+    others = PartOwner(OTHERS, sum(owner.modules for owner in rest), sum(owner.size for owner in rest))
+    return [*listed[:count], *([others] if rest else [])]
 
 
 CROSS_ENTROPY_OPS = frozenset({

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from heapq import nsmallest
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.devices import instruction_rate, matmul_share
@@ -250,8 +251,10 @@ class Pace:
     def __init__(self, target: Rates, points: Sequence[Point] = ()) -> None:
         self.target = target
         self._by_kind: dict[str, list[Point]] = {}
+        self._by_op: dict[tuple[str, str], list[Point]] = {}
         for point in points:
             self._by_kind.setdefault(point.kind, []).append(point)
+            self._by_op.setdefault((point.kind, point.op), []).append(point)
         self.seconds = lru_cache(maxsize=None)(self._seconds)
         self.recurrent_launch_s = lru_cache(maxsize=None)(self._recurrent_launch_s)
 
@@ -286,18 +289,23 @@ class Pace:
             return 0.0
         at = work_coordinates(work)
         op = SAME_KERNELS.get(work.op, work.op)
-        same = [point for point in measured if point.op == op]
-        if op not in FUSED_NORMS:
+        same = self._by_op.get((work.kind, op), [])
+        if len(same) >= NEAREST_POINTS:
+            measured = same
+        elif op not in FUSED_NORMS:
             measured = [point for point in measured if point.op not in FUSED_NORMS]
-        nearest = sorted(
-            (
-                math.dist(at, point.at) ** 2
-                + OTHER_OP * (point.op != op)
-                + OTHER_DTYPE * (not _has_like_dtype(point, work)),
-                point.correction,
-            )
-            for point in (same if len(same) >= NEAREST_POINTS else measured)
-        )[:NEAREST_POINTS]
+        nearest = nsmallest(
+            NEAREST_POINTS,
+            [
+                (
+                    math.dist(at, point.at) ** 2
+                    + OTHER_OP * (point.op != op)
+                    + OTHER_DTYPE * (point.dtype != work.dtype and not _has_like_dtype(point, work)),
+                    point.correction,
+                )
+                for point in measured
+            ],
+        )
         weights = [1 / (distance + SOFTNESS) for distance, _ in nearest]
         return sum(
             weight * correction for weight, (_, correction) in zip(weights, nearest, strict=True)

@@ -198,8 +198,8 @@ class Mesh(Noun, frozen=True, kw_only=True):
     tp: int = 1
     """Ranks that split every layer between them (tensor parallelism); they see the same data."""
     ep: int = 1
-    """Ranks of dp_shard x cp that hold different experts (expert parallelism). They see different data, and
-    are no devices of their own. Other trainers count ranks of tp too."""
+    """Ranks of dp_shard x cp x tp that hold different experts (expert parallelism). They send each other
+    tokens, and are no devices of their own."""
     pp: int = 1
     """Pipeline stages."""
     copies: tuple[int, ...] = ()
@@ -223,6 +223,11 @@ class Mesh(Noun, frozen=True, kw_only=True):
         return self.dp_shard * self.cp
 
     @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that share the experts of a layer: each has some of them, or shards of them."""
+        return self.shards * self.tp
+
+    @property
     def branch_ranks(self) -> tuple[int, ...]:
         """Number of ranks of each branch, in the order of the job's branches."""
         return self.copies or (self.dp_replicate,) * self.branch
@@ -239,8 +244,8 @@ class Mesh(Noun, frozen=True, kw_only=True):
             "pp": self.pp,
         }
         wrong = check_minimum(1, **sizes) if min(sizes.values()) < 1 else []
-        if not wrong and (ranks := self.shards * self.tp) % self.ep:
-            wrong.append(f"ep {self.ep} does not divide dp_shard x cp x tp, which is {ranks}")
+        if not wrong and self.expert_ranks % self.ep:
+            wrong.append(f"ep {self.ep} does not divide dp_shard x cp x tp, which is {self.expert_ranks}")
         if wrong or not self.copies:
             return wrong
         copies = " + ".join(map(str, self.copies))

@@ -126,10 +126,5 @@ def find_training_refusal(setting: Setting) -> Refusal | None:
             f"pp {mesh.pp} with ranks that split layers or sequences, or hold different experts or states",
             "Use torchtitan or Megatron-LM, or plan with --pin pp=1.",
         )
-    if mesh.ep > 1 and mesh.tp > 1:
-        return Refusal(
-            f"ep {mesh.ep} with ranks that split layers (tp {mesh.tp})",
-            "Use torchtitan or Megatron-LM, or plan with --pin tp=1 or --pin ep=1.",
-        )
     refusals = (strategy.tensor_refusal(mesh.tp), strategy.context_refusal(mesh.cp))
     return next(filter(None, refusals), strategy.expert_refusal(mesh.ep))

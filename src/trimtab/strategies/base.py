@@ -332,8 +332,8 @@ class ParallelStrategy(ABC):
     ) -> Mesh:
         """Return the usual mesh; raise WrongUse if it is refused.
 
-        Each `tp` neighbours split layers, and each `cp` groups of them split sequences. Of the ranks with
-        shards, each `ep` neighbours hold different experts.
+        Each `tp` neighbours split layers, and each `cp` groups of them split sequences. Each `ep` neighbours
+        hold different experts.
         """
         for flag, degree, refusal in (
             ("--tp", tp, self.tensor_refusal(tp)),
@@ -359,11 +359,11 @@ class ParallelStrategy(ABC):
         if refusal is not None:
             raise WrongUse(f"--strategy {self.word}", found=refusal.found, cure=refusal.cure)
         mesh = self.usual_mesh(groups, nodes=nodes, branches=branches).replace(tp=tp, cp=cp)
-        if mesh.shards % ep:
-            legal = [str(each) for each in range(1, mesh.shards + 1) if mesh.shards % each == 0]
+        if (ranks := mesh.expert_ranks) % ep:
+            legal = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
             raise WrongUse(
                 f"--ep {ep}",
-                found=f"experts share the {mesh.shards} ranks of dp_shard x cp, which {ep} does not divide",
+                found=f"experts share the {ranks} ranks of dp_shard x cp x tp, which {ep} does not divide",
                 cure=f"Use one of {', '.join(legal)}.",
             )
         return mesh.replace(ep=ep)
@@ -389,7 +389,7 @@ class ParallelStrategy(ABC):
         if ep > 1:
             if self.expert_refusal(ep) is None:
                 meshes = self.meshes_within(gpus, nodes=nodes, branches=branches, tp=tp, cp=cp)
-                yield from (mesh.replace(ep=ep) for mesh in meshes if mesh.shards % ep == 0)
+                yield from (mesh.replace(ep=ep) for mesh in meshes if mesh.expert_ranks % ep == 0)
             return
         inner = tp * cp
         if inner == 1:
@@ -441,7 +441,7 @@ class ParallelStrategy(ABC):
     def resized(self, mesh: Mesh, ranks: int, *, nodes: int = 1, branches: int = 0) -> tuple[Strategy, Mesh]:
         """Return the nearest strategy and mesh for another number of ranks; `mesh` is the one until now."""
         strategy, resized = self._resized(mesh, ranks, nodes=nodes, branches=branches)
-        keeps_experts = resized.shards % mesh.ep == 0 and strategy in STRATEGIES_WITH_EXPERTS
+        keeps_experts = resized.expert_ranks % mesh.ep == 0 and strategy in STRATEGIES_WITH_EXPERTS
         return strategy, resized.replace(ep=mesh.ep) if keeps_experts else resized
 
     def _resized(self, mesh: Mesh, ranks: int, *, nodes: int, branches: int) -> tuple[Strategy, Mesh]:

@@ -39,8 +39,8 @@ def _find_call(work: Work, mesh: Mesh) -> Call:
     known by its bytes: those of all ranks over those of one.
     """
     collective = "all_gather" if "gather" in work.op else "reduce_scatter"
-    same = mesh.shards // mesh.ep
-    if mesh.ep > 1 and work.read_bytes == same * work.write_bytes:
+    same = mesh.expert_ranks // mesh.ep
+    if same != mesh.shards and work.read_bytes == same * work.write_bytes:
         return Call(collective, work.read_bytes, same, mesh.ep)
     return Call(collective, work.read_bytes, mesh.shards, mesh.tp)
 

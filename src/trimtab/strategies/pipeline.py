@@ -302,7 +302,7 @@ class ShardedPipelineStrategy(PipelineStrategy):
         shards = ranks // (tp * cp)
         copies = mesh.dp_replicate if shards % mesh.dp_replicate == 0 else 1
         shared = stages.replace(tp=tp, cp=cp, dp_shard=shards // copies, dp_replicate=copies)
-        return shared.replace(ep=mesh.ep if shared.shards % mesh.ep == 0 else 1)
+        return shared.replace(ep=mesh.ep if shared.expert_ranks % mesh.ep == 0 else 1)
 
     def weight_shares(self, mesh: Mesh) -> int | None:
         """Return the number of stages times their shards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,16 +159,21 @@ def job_key(job: str, *question: Any, files: Sequence[Path] = ()) -> str:
 
     `files` are further files that the answer depends on.
     """
-    from importlib.metadata import PackageNotFoundError, version
-
     versions = {"trimtab": VERSION, "python": sys.version}
-    for package in ("torch", "transformers", "peft"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = ""
+    versions |= {package: _find_version(package) for package in ("torch", "transformers", "peft")}
     sources = {str(file): _digest(file) for file in (*_sources(job), *files)}
     return fingerprint(job, question, versions, code_fingerprint(NOT_TRACING), sources)
+
+
+@cache
+def _find_version(package: str) -> str:
+    """Return the version of an installed package; empty if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _sources(job: str) -> list[Path]:

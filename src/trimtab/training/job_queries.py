@@ -1,17 +1,18 @@
 """Query a job in a child process that runs its code, and cache the answers.
 
-There are two queries: can the job be trained, and what are the classes of its modules? A job whose file is
+There are three queries: can the job be trained, what are the classes of its modules, and what are its
+parameters? A job whose file is
 missing or whose code fails has no answer; its run reports the error.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from trimtab.cache import JOB_FAULTS, MODULE_CLASSES
+from trimtab.cache import JOB_FAULTS, MODEL_PARAMETERS, MODULE_CLASSES
 from trimtab.errors import JobFailed, TrimtabError
 from trimtab.jobs.load import load_job
 from trimtab.jobs.registry import comes_with_trimtab
@@ -23,12 +24,12 @@ from trimtab.training.task import check_trainable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TRAINABLE, CLASSES = "trainable", "classes"
-CACHES = {TRAINABLE: JOB_FAULTS, CLASSES: MODULE_CLASSES}
+TRAINABLE, CLASSES, PARAMETERS = "trainable", "classes", "parameters"
+CACHES = {TRAINABLE: JOB_FAULTS, CLASSES: MODULE_CLASSES, PARAMETERS: MODEL_PARAMETERS}
 
 
 class JobQuery(Noun, frozen=True, kw_only=True):
-    """A query (TRAINABLE or CLASSES) and its job."""
+    """A query (TRAINABLE, CLASSES or PARAMETERS) and its job."""
 
     what: str
     job: str
@@ -46,6 +47,26 @@ def find_job_fault(job: str, options: dict[str, Any], *, cache: bool = True) -> 
 def list_module_classes(job: str, options: dict[str, Any], *, cache: bool = True) -> dict[str, str]:
     """Return the class of every module of the job's model by its path; empty if the job has no answer."""
     return _ask_job(JobQuery(what=CLASSES, job=job, overrides=options), cache=cache)
+
+
+class ParameterFacts(NamedTuple):
+    """What is known of a parameter of the job's model."""
+
+    numbers: int
+    """How many numbers it has."""
+    bytes: int
+    is_trained: bool
+    is_matrix: bool
+
+
+def list_parameters(job: str, options: dict[str, Any], *, cache: bool = True) -> dict[str, ParameterFacts]:
+    """Return the parameters of the job's model by name; empty if the job has no answer."""
+    answer = _ask_job(JobQuery(what=PARAMETERS, job=job, overrides=options), cache=cache)
+    facts = {name: [int(word) for word in text.split()] for name, text in answer.items()}
+    return {
+        name: ParameterFacts(numbers, size, bool(trained), bool(matrix))
+        for name, (numbers, size, trained, matrix) in facts.items()
+    }
 
 
 def _ask_job(query: JobQuery, *, cache: bool) -> dict[str, str]:
@@ -83,9 +104,23 @@ def _list_classes(job: Any, _: str) -> dict[str, str]:
     return {path: type(module).__name__ for path, module in model.named_modules() if path}
 
 
+def _list_parameters(job: Any, _: str) -> dict[str, str]:
+    """Return numbers of each parameter, from a model on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        model = job.model()
+    return {
+        name: f"{value.numel()} {value.numel() * value.element_size()} {int(value.requires_grad)} "
+        f"{int(value.dim() > 1)}"
+        for name, value in model.named_parameters()
+    }
+
+
 ANSWERS: dict[str, Callable[[Any, str], dict[str, str]]] = {
     TRAINABLE: _find_training_fault,
     CLASSES: _list_classes,
+    PARAMETERS: _list_parameters,
 }
 
 
