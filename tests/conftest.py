@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 # The same cases in every run, so that a change is told from chance. To draw others:
 # pytest --hypothesis-profile default
-settings.register_profile("same", derandomize=True)
+# No deadline: how long a case takes depends on what else the machine does.
+settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")
 # Hypothesis also draws constants of the modules that are loaded, and these depend on the tests before.
 if hasattr(providers, "_get_local_constants"):
