@@ -282,7 +282,10 @@ def _refuse_degrees(pinned: Mapping[str, int], findings: list[DegreeFinding]) ->
     if errors:
         raise WrongUse(
             "--pin " + ",".join(f"{name}={value}" for name, value in pinned.items()),
-            found="; ".join(f"{finding.given}: {finding.found}" for finding in errors),
+            found="; ".join(
+                finding.found if len(pinned) == 1 else f"{finding.given}: {finding.found}"
+                for finding in errors
+            ),
             cure=_join_cures(errors),
         )
 
