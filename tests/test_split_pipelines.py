@@ -189,14 +189,14 @@ def run_steps(run: Run, batches: list[Any]) -> dict[str, Any]:
     }
 
 
-def train_together(cases: list[Any], clip: float) -> list[Any]:
+def train_together(cases: list[tuple[Any, torch.dtype, Setting]], clip: float) -> list[Any]:
     """Train each case on these processes."""
     found = []
-    for name, dtype, mesh, options in cases:
+    for make_job, dtype, setting in cases:
         torch.set_default_dtype(dtype)
-        job = JOBS[name](dtype)
+        job = make_job(dtype)
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        with Run(make_setting(mesh, options), job=job, join_s=60) as run:
+        with Run(setting, job=job, join_s=60) as run:
             run.prepare(clip=clip)
             found.append(run_steps(run, make_batches(job, STEPS)))
     return found
@@ -209,18 +209,22 @@ def check(found: dict[str, Any], truth: dict[str, Any], within: float) -> None:
         assert (value - truth["weights"][name]).abs().max() < within, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", [FOUR_RANKS, EIGHT_RANKS], ids=["4 ranks", "8 ranks"])
-def test_stages_that_are_split_learn_what_one_process_learns(cases: list[Any]) -> None:
+def check_together(cases: list[tuple[Any, torch.dtype, Setting]]) -> None:
+    """Check that each case, with as many ranks as the first one has, learns what one process learns."""
     clip = 0.5
-    ranks = make_setting(*cases[0][2:]).gpus
-    reports = everywhere(ranks, train_together, cases, clip, timeout_s=600)
-    for number, (name, dtype, *_) in enumerate(cases):
+    reports = everywhere(cases[0][2].gpus, train_together, cases, clip, timeout_s=600)
+    for number, (make_job, dtype, _) in enumerate(cases):
         torch.set_default_dtype(dtype)
-        truth = train_alone(JOBS[name](dtype), clip)
+        truth = train_alone(make_job(dtype), clip)
         torch.set_default_dtype(SINGLE)
         for found in reports:
             check(found[number], truth, 1e-10 if dtype == DOUBLE else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [FOUR_RANKS, EIGHT_RANKS], ids=["4 ranks", "8 ranks"])
+def test_stages_that_are_split_learn_what_one_process_learns(cases: list[Any]) -> None:
+    check_together([(JOBS[name], dtype, make_setting(mesh, options)) for name, dtype, mesh, options in cases])
 
 
 ALONE = Setting(micro_batch=4, accumulation=2, global_batch=SAMPLES)

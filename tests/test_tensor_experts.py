@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,12 +18,12 @@ from test_split_pipelines import (
     JOBS,
     SAMPLES,
     SINGLE,
-    STEPS,
     TOKENS,
     WORDS,
     ExpertJob,
     Feed,
     check,
+    check_together,
     make_batches,
     run_steps,
     train_alone,
@@ -154,29 +153,11 @@ def make_setting(mesh: dict[str, int], options: dict[str, Any]) -> Setting:
     )
 
 
-def train_together(cases: list[Any], clip: float) -> list[Any]:
-    """Train each case on these processes."""
-    trained = []
-    for name, dtype, mesh, options in cases:
-        torch.set_default_dtype(dtype)
-        job = ALL_JOBS[name](dtype)
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        with Run(make_setting(mesh, options), job=job, join_s=60) as run:
-            run.prepare(clip=clip)
-            trained.append(run_steps(run, make_batches(job, STEPS)))
-    return trained
-
-
 @pytest.mark.slow
 def test_experts_on_ranks_that_split_layers_learn_what_one_process_learns() -> None:
-    clip = 0.5
-    reports = everywhere(4, train_together, FOUR_RANKS, clip, timeout_s=600)
-    for number, (name, dtype, *_) in enumerate(FOUR_RANKS):
-        torch.set_default_dtype(dtype)
-        truth = train_alone(ALL_JOBS[name](dtype), clip)
-        torch.set_default_dtype(SINGLE)
-        for report in reports:
-            check(report[number], truth, 1e-10 if dtype == DOUBLE else 1e-5)
+    check_together(
+        [(ALL_JOBS[name], dtype, make_setting(mesh, options)) for name, dtype, mesh, options in FOUR_RANKS]
+    )
 
 
 CHAINS: dict[str, list[Setting]] = {
