@@ -335,7 +335,7 @@ def run_case(case: SharedCase, device: str) -> dict[str, Any]:
             "events": [[event["kind"], event["step"], event["rank"]] for event in events],
             "memory": {file.name: json.loads(file.read_text()) for file in sorted(memory.iterdir())},
             "setting": json.loads(plan.read_text())["choice"] if plan.exists() else None,
-            "said": "" if code == 0 else said,
+            "said": "" if code == 0 else said.replace(f"{HERE.parents[1]}{os.sep}", ""),
         }
 
 
