@@ -44,7 +44,10 @@ class TensorSplitter:
             for name in filter(modules.__contains__, experts.layers):
                 self._left_alone |= {id(module) for module in modules[name].modules()}
                 # Its parent chooses the experts of every token, which it mostly does for a list of tokens.
-                modules[name.rpartition(".")[0]].register_forward_pre_hook(_gather_inputs, with_kwargs=True)
+                parent = modules[name.rpartition(".")[0]]
+                parent.register_forward_pre_hook(_gather_inputs, with_kwargs=True)
+                # Else the gradient comes in parts of the sequence, which older torch cannot make a list of.
+                parent.register_forward_hook(_scatter_outputs)
         self._roles = {id(modules[name]): role for name, role in plan.roles.items() if name in modules}
         self._split: dict[int, tuple[Any, nn.Parameter]] = {}
         """By id: a parameter and what it became. Both are kept alive, so that their ids are not reused."""
@@ -142,6 +145,16 @@ def _scatter_output(_: nn.Module, __: Any, output: Any) -> Any:
     if has_sequence and output.shape[SEQUENCE] % output.device_mesh.size() == 0:
         return output.redistribute(placements=[Shard(SEQUENCE)])
     return output.redistribute(placements=[Replicate()])
+
+
+def _scatter_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Scatter all outputs of a module that have a sequence."""
+
+    def scatter(value: Any) -> Any:
+        has_sequence = isinstance(value, DTensor) and value.dim() > SEQUENCE + 1
+        return _scatter_output(module, args, value) if has_sequence else value
+
+    return tree_map(scatter, output)
 
 
 def _wrap_views(_: nn.Module, __: Any, output: Any) -> Any:
