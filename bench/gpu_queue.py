@@ -215,6 +215,10 @@ def _expert_ranks() -> list[QueuedCase]:
         QueuedCase("expert-ep8-qwen30b4-b4", MANY, 4, few, "fsdp", 8, ep=8),
         QueuedCase("expert-ep8-qwen30b4-full-b8", MANY, 8, few, "fsdp", 8, recompute="full", ep=8),
         QueuedCase("expert-ep8-qwen30b4-x1.5-b4", MANY, 4, few, "fsdp", 8, ep=8, imbalance=1.5),
+        QueuedCase("expert-tp2-ep8-qwen30b4-b4", MANY, 4, few, "fsdp", 8, tp=2, ep=8),
+        QueuedCase(
+            "expert-tp4-ep8-mixtral4-full-b8", SPREAD, 8, few, "fsdp", 8, recompute="full", tp=4, ep=8
+        ),
     ]
 
 
@@ -388,6 +392,26 @@ COMPILED_ZOO = [
     "nerf",
     "wavenet",
 ]
+TIMED_ZOO = {
+    "albert": 64, "ast": 16, "bart": 32, "bert": 256, "blip": 32, "bloom": 8, "clip": 256, "convnext": 256,
+    "cvt": 64, "deberta_v2": 64, "deepseek_v3": 2, "detector": 16, "detr": 8, "diffusion_unet": 64,
+    "dinov2": 128, "dpt": 16, "efficientnet": 64, "esm": 32, "falcon": 2, "focalnet": 128, "gan": 256,
+    "gemma3": 4, "gpt2": 16, "gpt_oss": 1, "graph_attention": 8, "graph_scatter": 16, "gru_decoder": 256,
+    "hiera": 64, "hubert": 16, "lfm2": 8, "llama": 4, "llava": 4, "longformer": 8, "mamba2": 4,
+    "mask2former": 4, "metric_learning": 256, "mixtral": 2, "mobilenet_v2": 256, "modernbert": 32,
+    "momentum_contrast": 128, "nerf": 16384, "normalizing_flow": 256, "opt": 16, "packed_lstm": 256,
+    "patchtst": 256, "pegasus": 16, "phi3": 2, "point_cloud": 256, "pvt_v2": 256, "qwen3": 4,
+    "qwen3_moe": 2, "regnet": 256, "resnet": 256, "roberta": 64, "scripted_gpt": 16, "segformer": 32,
+    "siglip": 128, "sparse_embeddings": 16384, "swin": 256, "swinv2": 128, "t5": 32, "unet3d": 8,
+    "upernet": 16, "video_resnet": 64, "videomae": 32, "vit": 256, "vivit": 4, "vq_vae": 256,
+    "wav2vec2": 16, "wavenet": 32, "whisper": 16, "yolos": 8,
+}  # fmt: skip
+"""Models of bench/zoo.py whose steps are timed, with a micro-batch that keeps the GPU busy. Of the first,
+third and so on, single operations were timed too (h200-zoo.json); the others only check."""
+TIMED_COMPILED = (
+    "bert", "convnext", "qwen3", "swin", "clip", "whisper", "t5", "diffusion_unet", "segformer", "opt", "esm",
+    "gemma3",
+)  # fmt: skip
 ATTENTION = (
     ("Windowed", 64), ("EncoderUnmasked", 32), ("Encoder", 32), ("EncoderDropout", 32), ("RelativeBias", 16),
     ("Head80", 16), ("Head96", 16), ("Head100", 16), ("Head160", 8), ("Grouped", 16), ("GroupedMasked", 16),
@@ -424,6 +448,23 @@ def _zoo() -> list[QueuedCase]:
         )
         for name, compiled in each
         if name in known
+    ]
+
+
+def _timed_zoo() -> list[QueuedCase]:
+    """Steps of models that no rule was made from."""
+    from bench.zoo import entries
+
+    known = entries()
+    each = [(name, False) for name in TIMED_ZOO] + [(name, True) for name in TIMED_COMPILED]
+    return [
+        QueuedCase(
+            f"time-{name}{'-compile' * compiled}-b{TIMED_ZOO[name]}",
+            f"{Path(known[name].place).relative_to(HERE.parent)}:{name}",
+            TIMED_ZOO[name],
+            compile=compiled,
+        )
+        for name, compiled in each
     ]
 
 
@@ -752,6 +793,7 @@ def queue() -> list[QueuedCase]:
         *_built_in(),
         *_host(),
         *_quality(),
+        *_timed_zoo(),
         *_scaled(),
         *eager[:30],
         *_attention(),

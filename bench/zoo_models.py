@@ -633,7 +633,7 @@ class MomentumContrast(WrittenJob):
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Two views of each image."""
-        return {"one": torch.randn(size, 3, 224, 224), "other": torch.randn(size, 3, 224, 224)}
+        return {"tensor": torch.randn(size, 3, 224, 224), "other": torch.randn(size, 3, 224, 224)}
 
 
 class FuseNet(nn.Module):

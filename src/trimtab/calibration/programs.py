@@ -7,30 +7,18 @@ results; the stopwatch times each different operation once.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trimtab.engine.build import use_build_defaults
-from trimtab.engine.precision import set_tf32_flags, torch_dtype
-from trimtab.spec import Precision
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from trimtab.calibration.layers import list_layer_programs, list_plain_programs
+from trimtab.calibration.program import CalibrationProgram, use_precision
 
 GIB = 2**30
 THRESHOLD = 0.5
-
-
-class CalibrationProgram(NamedTuple):
-    """A program: its name, the memory it needs, and the function that runs it."""
-
-    name: str
-    need_bytes: int
-    run: Callable[[], None]
 
 
 class CalibrationAttention(nn.Module):
@@ -102,16 +90,6 @@ class CalibrationLanguageModel(nn.Module):
         """Return the logits over the vocabulary."""
         out: torch.Tensor = self.head(self.norm(self.block(self.embed(tokens))))
         return out
-
-
-@contextlib.contextmanager
-def use_precision(name: str) -> Iterator[None]:
-    """Set autocast, default dtype and TF32 as trimtab does for a precision."""
-    dtypes = Precision(name).dtypes
-    set_tf32_flags(dtypes)
-    half = None if dtypes.autocast is None else torch_dtype(dtypes.autocast)
-    with use_build_defaults(dtypes, "cuda"), torch.autocast("cuda", dtype=half, enabled=half is not None):
-        yield
 
 
 def _language(  # noqa: PLR0913, PLR0917 - the sizes of a transformer
@@ -380,6 +358,7 @@ def list_programs() -> list[CalibrationProgram]:
         _tables("fp32", 16384),
         *_list_attention(),
     ]
+    programs += [*list_layer_programs("bf16"), *list_plain_programs()]
     for kind in ("bf16", "bf16-true", "fp16", "tf32", "fp32"):
         programs += [
             _language(kind, 256, 4, 16, 256, 1024),
@@ -413,6 +392,8 @@ def list_programs() -> list[CalibrationProgram]:
             _tables(kind, 32768),
             _convolutions(kind, 32, 28, 192, last=False, groups=192),
         ]
+    for kind in ("fp16", "fp32"):
+        programs += list_layer_programs(kind)
     for dtype in (torch.float32, torch.bfloat16):
         programs += [_elementwise(dtype, 1 << size) for size in (16, 20, 23, 26)]
     return programs

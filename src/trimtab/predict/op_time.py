@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.catalog.devices import instruction_rate, matmul_share
 from trimtab.catalog.facts import facts_of
 from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
-from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
+from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED, SLICED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,6 +31,18 @@ product's parts. Products that do not depend on the previous time step run for m
 PERSISTENT_WIDTH, PERSISTENT_BATCH = 1024, 128
 """Largest sizes for which torch asks cuDNN to run one layer in one direction as a single kernel, in fp16."""
 SPLITS = (1, 2, 4, 8, 16)
+LIMIT = 2
+"""Place of what an operation waits for in the dims of its work."""
+THREADS_AT_ONCE = {
+    f"aten::{library}_batch_norm{direction}": 2
+    for library in ("native", "cudnn")
+    for direction in ("", "_backward")
+} | {f"aten::upsample_{form}2d": 512 for form in ("bilinear", "bicubic")}
+"""How many keep a multiprocessor busy: thread blocks of norms over the batch, threads of upsampling."""
+CHANNELS_LAST = 1
+"""Layout of a convolution, in its dims."""
+MIN_GROUP_CHANNELS = 8
+"""Fewer channels a group than this leave tensor cores without work."""
 MIN_SPLIT = 256
 """The sum over k is split between multiprocessors if each gets at least this many terms."""
 HALF_DTYPES = {FLOAT16, BFLOAT16}
@@ -118,6 +130,9 @@ def roofline_s(work: Work, device: Rates) -> float:
     """Return the seconds of an operation if every kernel were as efficient as large ones."""
     facts = device.law
     moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * facts.streamed)
+    at_once = THREADS_AT_ONCE.get(work.op)
+    if at_once and len(work.dims) > LIMIT and work.dims[LIMIT]:
+        moving *= max(1.0, at_once * device.multiprocessors / work.dims[LIMIT])
     if work.kind == "pointwise":
         # Each kernel of an operation such as roll moves all of it.
         moving *= max(1, work.kernels)
@@ -125,12 +140,30 @@ def roofline_s(work: Work, device: Rates) -> float:
     if work.kind == "optimizer":
         # Updates with states in few bits search tables: the instructions of that are counted, not arithmetic.
         computing = work.flops / (device.instructions or device.float32)
-    elif work.flops:
+    elif work.flops and work.kind != "convolution":
         peak = device.peak(work.dtype) * facts.sustained
         computing = _product_s(work, peak, device) if work.kind == "matrix" else work.flops / peak
+    if work.kind == "convolution":
+        return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + _convolution_s(work, device)
     if work.kind == "recurrent" and work.dims:
         computing += work.dims[1] * CELL_LAUNCHES.get(work.op, 2) * facts.cell_kernel_s
     return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + max(moving, computing)
+
+
+def _convolution_s(work: Work, device: Rates) -> float:
+    """Return the seconds of a convolution: its arithmetic or its bytes, then layouts and bias.
+
+    Tensor cores multiply matrices: with few channels a group, other units do the arithmetic. They take
+    channels last, so that other layouts are converted before and after, unless the kernel is one pixel.
+    """
+    groups, _, columns, inner, layout, area = work.dims
+    bandwidth = device.bandwidth * device.law.streamed
+    is_narrow = groups > 1 and min(columns, inner // max(1, area)) < MIN_GROUP_CHANNELS
+    peak = device.float32 if is_narrow else device.peak(work.dtype)
+    seconds = max(work.flops / (peak * device.law.sustained), work.read_bytes / bandwidth)
+    if work.dtype != "float32" and layout != CHANNELS_LAST and area > 1 and not is_narrow:
+        seconds += 2 * work.read_bytes / bandwidth
+    return seconds + work.write_bytes / bandwidth
 
 
 def recurrent_launch_s(work: Work, facts: LawFacts) -> float:
@@ -195,17 +228,19 @@ def work_coordinates(work: Work) -> tuple[float, ...]:
         return (_log(batch * heads) / 2, _log(queries), _log(keys), 2 * _log(size), 2 * sum(rest), ragged)
     if work.kind == "convolution":
         groups, spots, columns, inner, layout, area = dims
-        return (_log(groups), _log(spots) / 2, _log(columns), _log(inner), 3.0 * layout, _log(area))
+        biased = 2.0 * bool(work.write_bytes)
+        return (_log(groups), _log(spots) / 2, _log(columns), _log(inner), 3.0 * layout, _log(area), biased)
     if work.kind == "recurrent":
         return tuple(map(_log, dims))
     if work.kind == "optimizer":
         tensors, numbers = dims
         return (_log(tensors) / 2, _log(numbers), _log(numbers / max(1, tensors)) / 2)
     moved = work.read_bytes + work.write_bytes
-    obstacles, last = (*dims, 0, 0)[:2]
+    obstacles, last, limit = (*dims, 0, 0, 0)[:3]
     narrow = _log(last) / 3 if work.kind == "reduction" else 0.0
-    traits = [3.0 * bool(obstacles & flag) for flag in (PERMUTED, BROADCAST, PROMOTED)]
-    return (_log(moved) / 2, 4 * work.read_bytes / max(moved, 1), narrow, *traits)
+    traits = [3.0 * bool(obstacles & flag) for flag in (PERMUTED, BROADCAST, PROMOTED, SLICED)]
+    waiting = 3 * bool(limit) + _log(limit)
+    return (_log(moved) / 2, 4 * work.read_bytes / max(moved, 1), narrow, *traits, waiting)
 
 
 def _stopwatch_s(work: Work, device: Rates) -> float:

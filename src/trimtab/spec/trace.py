@@ -52,7 +52,7 @@ TENSOR_PARALLEL_OPS = ("_c10d_functional::", "_dtensor::")
 """Prefixes of the names of collectives of layers that ranks split between them; those of FSDP have others."""
 ZERO_GRADIENTS = "aten::_foreach_zero_"
 """Name of the operation that sets the buckets of gradients to zero, once before the first micro-batch."""
-PERMUTED, BROADCAST, PROMOTED = 1, 2, 4
+PERMUTED, BROADCAST, PROMOTED, SLICED = 1, 2, 4, 8
 """Bits for what keeps an operation from reading and writing memory sequentially."""
 
 
@@ -71,7 +71,8 @@ class Work(Noun, frozen=True, kw_only=True):
     dims: tuple[int, ...] = ()
     """matrix: batch, m, n, k, alignment in bytes; convolution: groups, spots, n, k, layout, kernel area;
     attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
-    optimizer: tensors, numbers; others: obstacles, last dimension. See trimtab.trace.op_cost. A transfer
+    optimizer: tensors, numbers; others: obstacles, last dimension, and for some what they wait for:
+    channels, pixels, or numbers for one place. See trimtab.trace.op_cost. A transfer
     has none: it reads bytes of the device on the way to the host, and writes them on the way back."""
     kernels: int = 1
     """Kernel launches; for a recurrent layer, its cells: steps x layers x directions."""

@@ -26,6 +26,7 @@ from trimtab.spec.trace import (
     EXPERTS,
     PERMUTED,
     PROMOTED,
+    SLICED,
     STATISTICS,
     TENSOR_PARALLEL_OPS,
     ZERO_GRADIENTS,
@@ -93,6 +94,15 @@ POINTWISE_OPS = {
     "aten::maximum", "aten::minimum", "aten::clamp_min", "aten::clamp_max", "aten::logical_and",
     "aten::mse_loss_backward", "aten::addmm",
 }  # fmt: skip
+BATCH_NORMS = {
+    f"aten::{library}_batch_norm{direction}"
+    for library in ("native", "cudnn")
+    for direction in ("", "_backward")
+}
+UPSAMPLING = {f"aten::upsample_{form}2d" for form in ("bilinear", "bicubic")}
+UPSAMPLING_BACKWARD = {f"{name}_backward" for name in UPSAMPLING}
+ADDING_OPS = {"aten::index_add", "aten::scatter_add", "aten::scatter_reduce", "aten::index_put"}
+CHANNEL_SOFTMAX = {"aten::_softmax", "aten::_log_softmax"}
 GATHER_WORDS = ("embedding", "index", "gather", "scatter", "take", "masked_select", "masked_scatter")
 ATTENTION_WORDS = ("attention",)
 MAX_ALIGNMENT = 16
@@ -319,8 +329,12 @@ def _describe_convolution(name: str, args: tuple[Any, ...], out: Any) -> Work:
     if backward:
         result, source, weight, groups, needed = args[0], args[1], args[2], args[9], args[10]
         passes = sum(map(bool, needed[:2]))
+        # The gradient of the bias is a sum over the gradient of the result.
+        bias_bytes = count_bytes(result) if needed[2] else 0
     else:
         source, weight, result, groups, passes = args[0], args[1], out, args[8], 1
+        # A bias is added by a kernel of its own, which reads and writes the result.
+        bias_bytes = 2 * count_bytes(result) if isinstance(args[2], torch.Tensor) else 0
     transposed = bool(args[7 if backward else 6])
     narrow, wide = (source, result) if transposed else (result, source)
     pixels = narrow.shape[0] * prod(narrow.shape[2:])
@@ -335,7 +349,7 @@ def _describe_convolution(name: str, args: tuple[Any, ...], out: Any) -> Work:
         dtype=matrix_dtype(source, convolution=True),
         flops=pass_flops * passes,
         read_bytes=moved * passes,
-        write_bytes=0,
+        write_bytes=bias_bytes,
         dims=(groups, pixels, weight.shape[0] // groups, inner, layout, prod(weight.shape[2:])),
         kernels=passes,
     )
@@ -528,7 +542,7 @@ def _describe_elementwise(
         reads -= sum(map(count_bytes, changed))
     largest = max(inputs, key=torch.Tensor.numel, default=lead)
     return Work(
-        op=name,
+        op=f"{name} over channels" if _is_over_channels(name, args) else name,
         kind=kind,
         dtype=dtype_name(largest.dtype) if largest is not None else "",
         read_bytes=max(0, reads),
@@ -536,8 +550,45 @@ def _describe_elementwise(
         dims=(
             _find_obstacles(inputs, lead),
             largest.shape[-1] if largest is not None and largest.dim() else 1,
+            *_find_limit(name, inputs, results, changed),
         ),
     )
+
+
+def _is_over_channels(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a softmax is not over the last dimension, as in a loss for each pixel: another kernel."""
+    if name.removesuffix("_backward_data") not in CHANNEL_SOFTMAX:
+        return False
+    dim = args[2] if name.endswith("_backward_data") else args[1]
+    return bool(dim % args[0].dim() != args[0].dim() - 1)
+
+
+def _find_limit(
+    name: str, inputs: list[torch.Tensor], results: list[torch.Tensor], changed: list[torch.Tensor]
+) -> tuple[int, ...]:
+    """Return what some operations wait for, more than for memory; nothing for others.
+
+    A norm over the batch has one thread block a channel, and upsampling one thread a pixel of the result,
+    unless channels are last (0). Where numbers are added into others, it matters how many go to one place.
+    """
+    if name in BATCH_NORMS:
+        lead = inputs[0]
+        return (0 if _has_channels_last(lead) else lead.shape[1],)
+    if name in UPSAMPLING:
+        is_last = "bilinear" in name and _has_channels_last(inputs[0])
+        return (0 if is_last else prod(results[0].shape[2:]),)
+    if name in UPSAMPLING_BACKWARD:
+        return (max(1, inputs[0].numel() // max(1, results[0].numel())),)
+    if name.rstrip("_") in ADDING_OPS:
+        into = changed[0] if changed else results[0]
+        added = max((tensor.numel() for tensor in inputs if tensor.shape != into.shape), default=1)
+        return (max(1, added // max(1, into.numel())),)
+    return ()
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    # With a single pixel, both layouts are the same, and torch takes the usual one.
+    return prod(tensor.shape[2:]) > 1 and tensor.shape[1] > 1 and tensor.stride(1) == 1
 
 
 def _find_obstacles(inputs: list[torch.Tensor], lead: torch.Tensor | None) -> int:
@@ -552,7 +603,23 @@ def _find_obstacles(inputs: list[torch.Tensor], lead: torch.Tensor | None) -> in
             flags |= BROADCAST
         if tensor.dim() and tensor.is_floating_point() and tensor.dtype != inputs[0].dtype:
             flags |= PROMOTED
+        if tensor.numel() == lead.numel() and _is_sliced(tensor):
+            flags |= SLICED
     return flags
+
+
+def _is_sliced(tensor: torch.Tensor) -> bool:
+    """Whether there are gaps in a tensor's memory, as in a part of the columns of another one."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if size > 1 and stride
+    ):
+        if stride > expected:
+            return True
+        expected = stride * size
+    return False
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
