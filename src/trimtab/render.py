@@ -1001,6 +1001,17 @@ def render_outside(result: OutsideResult) -> RenderableType:
         render_labelled("replayed", f"{result.replayed:,} of {result.rows:,} rows", "dim"),
         render_labelled("fitted", ", ".join(fitted) or "nothing", "dim"),
     ]
+    if result.jobs:
+        alarms = f"{result.false_alarms} of those that ran are predicted not to fit"
+        lines.append(render_labelled("as jobs", f"{result.jobs} rows; {alarms}", "dim"))
+    checks = [
+        f"{score.source} {score.figure} {score.check_mean:.1%} ({score.check_rows})"
+        for score in result.scores
+        if score.check_mean is not None
+    ]
+    if checks:
+        text = f"mean error of rows that no rule was made with: {', '.join(checks)}"
+        lines.append(render_labelled("check", text, "dim"))
     if result.unscored:
         counts = ", ".join(f"{name} {count}" for name, count in result.unscored.items())
         lines.append(

@@ -397,8 +397,8 @@ class LayoutEstimator:
         gathered = size // width if share.kernels.float8 is Float8.TENSOR else size
         seconds += gathers * links.all_gather_s(gathered, share.tp)
         seconds += scatters * links.reduce_scatter_s(size, share.tp)
-        if share.overlaps_tp:
-            # Only the first part of each is waited for.
+        if share.overlaps_tp and share.kernels.float8 is not Float8.ROW:
+            # Only the first part of each is waited for. Products with scales of rows are not split so.
             seconds /= share.tp
         passes = 2 + recompute
         if share.cp > 1:
