@@ -161,7 +161,7 @@ def test_an_estimate_shows_the_public_measurements_of_its_gpu() -> None:
     count = sum(rows for rows, _ in medians.values())
     low, high = (end(ratio for _, ratio in medians.values()) for end in (min, max))
     assert note == (
-        f"time: {count} public measurements on this GPU took {low:.2f} to {high:.2f} times as long as "
+        f"time: {count} public measurements on this GPU took {low:g} to {high:g} times as long as "
         f"predicted (medians of {len(medians)} sources)"
     )
     (alone,) = describe_public_steps(trimtab.cluster("MI300X").devices[0])
