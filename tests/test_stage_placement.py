@@ -98,7 +98,7 @@ def test_weights_of_another_stage_cannot_be_used_unnoticed() -> None:
     with pytest.raises(JobFailed, match="uses weights of another stage"):
         kept.relay.run(lambda: model(batch, again=True).mean())
     with pytest.raises(JobFailed, match="uses weights of another stage"):
-        model.words(batch)
+        model.get_submodule("words")(batch)
 
 
 def hold_state(cases: list[Setting]) -> list[dict[str, int]]:
