@@ -512,9 +512,10 @@ class Recorder(TorchDispatchMode):
 
         return run_entry
 
-    def forget_modules(self, modules: list[Any]) -> None:
-        """Remove modules that do not belong on this device, and all memory that has been freed."""
-        tensors = [parameter for module in modules for parameter in (*module.parameters(), *module.buffers())]
+    def forget_modules(self, modules: list[Any], parameters: Sequence[Any] = ()) -> None:
+        """Remove what does not belong on this device, and all memory that has been freed."""
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        tensors += parameters
         numbers = {self._allocation_ids.pop(id(tensor.untyped_storage()), None) for tensor in tensors}
         numbers |= {~number for number in self.order if number < 0}
         self.order = [event for event in self.order if event not in numbers and ~event not in numbers]

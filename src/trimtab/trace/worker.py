@@ -399,8 +399,9 @@ def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[
         state = steps.assemble_job(job, model, setting, branch=rank.branch, stage=rank.stage)
     if state.stage is not None:
         # These modules are built on the host and never moved to this device.
-        recorder.forget_modules(state.stage.dropped)
+        recorder.forget_modules(state.stage.dropped, state.stage.absent)
         state.stage.dropped.clear()
+        state.stage.absent.clear()
         state.stage.note = recorder.note_phase
     names = _watch_gradients(state, recorder)
     if not recorder.uses_compile:
@@ -431,7 +432,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[
     if state.offload is not None and not state.offload.peak_sizes:
         recorder.kernels.assume(NOTHING_MOVED)
     notes = describe_experts(state.experts, setting.expert_imbalance)
-    notes += [state.stage_note] if state.stage_note else []
+    notes += state.stage_notes
     for note in (*describe_split(state.tensor_plan), *notes):
         recorder.kernels.assume(note)
     lost_compiled = _lost_by_compiling(state, batch, recorder) if as_compiled else {}
@@ -452,7 +453,9 @@ def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[
             else {
                 "kept_bytes": kept[1],
                 "handed_bytes": state.stage.handed_bytes,
+                "outside": state.stage.outside,
                 "shared": state.stage.shared,
+                "shared_stages": state.stage.shared_stages,
                 "stage_layers": state.stage.layers,
                 "block_work": state.stage.split.work,
             }
