@@ -29,8 +29,8 @@ class DiffusionBlock(nn.Module):
         mixed = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         tokens = tokens + gate * self.out(mixed)
         shift, scale, gate = second.chunk(3, dim=-1)
-        more: Tensor = self.layers(self.norms[1](tokens) * (1 + scale) + shift)
-        return tokens + gate * more
+        out: Tensor = tokens + gate * self.layers(self.norms[1](tokens) * (1 + scale) + shift)
+        return out
 
 
 class DiffusionTransformer(nn.Module):
