@@ -172,7 +172,8 @@ class Turned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Conv1D(8, 8), Conv1D(8, 8)])
+        make: Any = Conv1D
+        self.layers = nn.ModuleList([make(8, 8), make(8, 8)])
 
     def forward(self, x: torch.Tensor) -> Any:
         for layer in self.layers:

@@ -128,13 +128,13 @@ def find_tensor_plan(
 
 def _describe_other_layers(model: nn.Module) -> str:
     """Return a clause on layers that multiply by a weight and are no nn.Linear, as Conv1D of GPT-2; or ''."""
-    weights = [
-        (type(module).__name__, module.weight)
+    kinds = Counter(
+        type(module).__name__
         for module in model.modules()
         if not isinstance(module, nn.Linear | nn.Embedding)
-        and isinstance(getattr(module, "weight", None), nn.Parameter)
-    ]
-    kinds = Counter(kind for kind, weight in weights if weight.dim() > 1)
+        for name, weight in module.named_parameters(recurse=False)
+        if name == "weight" and weight.dim() > 1
+    )
     if not kinds:
         return ""
     kind, count = kinds.most_common(1)[0]
