@@ -16,7 +16,7 @@ from trimtab.engine.pipeline_stage import find_block_chain, keep_stage
 from trimtab.engine.stage_placement import find_holders
 from trimtab.engine.step import find_stage_split, make_meta_loss
 from trimtab.errors import JobFailed
-from trimtab.spec import Mesh, Recompute, Schedule, Setting, Strategy, Trace
+from trimtab.spec import Incident, Mesh, Recompute, Schedule, Setting, Strategy, Trace
 from trimtab.spec.trace import PARTS
 from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
@@ -101,13 +101,14 @@ def test_weights_of_another_stage_cannot_be_used_unnoticed() -> None:
         model.get_submodule("words")(batch)
 
 
-def hold_state(cases: list[Setting]) -> list[dict[str, int]]:
-    """Take steps; return the bytes of weights, gradients and optimizer state of this process."""
+def hold_state(cases: list[Setting]) -> list[tuple[dict[str, int], list[str]]]:
+    """Take steps; return the bytes of weights, gradients and optimizer state, and what was reported."""
     found = []
     for setting in cases:
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         job = DecoderJob("tied" if setting.recompute is Recompute.FULL else "")
-        with Run(setting, job=job, join_s=60) as run:
+        seen: list[Incident] = []
+        with Run(setting, job=job, listen=seen.append, join_s=60) as run:
             run.prepare()
             torch.manual_seed(1)
             for _ in range(2):
@@ -121,13 +122,12 @@ def hold_state(cases: list[Setting]) -> list[dict[str, int]]:
                 if isinstance(value, torch.Tensor)
             ]
             grads = [p.grad for p in run.model.parameters()]
-            found.append(
-                {
-                    "weights": count_bytes(local),
-                    "gradients": count_bytes([getattr(grad, "_local_tensor", grad) for grad in grads]),
-                    "optimizer": count_bytes(kept),
-                }
-            )
+            sizes = {
+                "weights": count_bytes(local),
+                "gradients": count_bytes([getattr(grad, "_local_tensor", grad) for grad in grads]),
+                "optimizer": count_bytes(kept),
+            }
+            found.append((sizes, [incident.text for incident in seen]))
     return found
 
 
@@ -167,5 +167,11 @@ def test_a_process_of_each_stage_holds_the_bytes_that_are_predicted() -> None:
         for trace in Trace.from_builtins(answer["trace"]).ranks:
             rank = trace.part * (4 // setting.mesh.pp)
             predicted = count_traced(trace)
-            for part, size in reports[rank][number].items():
+            for part, size in reports[rank][number][0].items():
                 assert abs(predicted[part] - size) <= 512, (setting.mesh, trace.rank, part)
+        # One rank says what all of them have found.
+        notes = [report[number][1] for report in reports]
+        assert notes[1:] == [[], [], []]
+        assert len(notes[0]) == 1
+        assert notes[0][0].startswith("pipeline at step 0: loss() reads their values")
+        assert notes[0][0].endswith("every stage holds scale")

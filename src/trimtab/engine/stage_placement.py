@@ -73,7 +73,7 @@ class UseRecorder:
         for name in self._names.values():
             self._label(self._originals[name], frozenset({name, _ORIGINAL}))
         inside = {id(buffer) for block in blocks for buffer in block.buffers()}
-        self._buffers = {_address(buffer) for buffer in model.buffers() if id(buffer) not in inside}
+        self._buffers = {_address(buffer) for buffer in model.buffers() if id(buffer) not in inside} - {0}
 
     def enter_block(self, number: int, args: Any, kwargs: Any) -> None:
         """Note that a block begins: it needs what its arguments depend on, except for the first."""
@@ -140,8 +140,9 @@ class UseRecorder:
         return self._labels.get(_address(tensor), _NOTHING)[1]
 
     def _label(self, tensor: torch.Tensor, labels: frozenset[str]) -> None:
-        storage = tensor.untyped_storage()
-        self._labels[storage._cdata] = (storage, labels)
+        storage = _get_storage(tensor)
+        if storage is not None:
+            self._labels[storage._cdata] = (storage, labels)
 
 
 _ORIGINAL = ""
@@ -149,8 +150,18 @@ _ORIGINAL = ""
 _NOTHING: tuple[Any, frozenset[str]] = (None, frozenset())
 
 
+def _get_storage(tensor: torch.Tensor) -> Any:
+    """Return the storage of a tensor; None if it has none of its own, as sparse and packed ones."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    """Return a number of the storage of a tensor; 0 without one."""
+    storage = _get_storage(tensor)
+    return 0 if storage is None else int(storage._cdata)
 
 
 class AbsentWeight(torch.Tensor):

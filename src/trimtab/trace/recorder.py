@@ -462,7 +462,11 @@ class Recorder(TorchDispatchMode):
 
     def track_modules(self, model: Any, entries: EntryPoints) -> None:
         """Record from now on which module allocates memory, and where compiled modules begin and end."""
-        names = {id(module): name for name, module in model.named_modules()}
+        from trimtab.engine.pipeline_stage import RemoteBlock
+
+        # A pass ends in the middle of a placeholder; what follows belongs to no block.
+        named = model.named_modules()
+        names = {id(module): name for name, module in named if not isinstance(module, RemoteBlock)}
         stack = [""]
         children = dict(model.named_children())
         compiled = {id(model), *(id(children[name]) for name in entries.children)}

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from trimtab.trace.cpu_check import CpuCheckResult
     from trimtab.trace.repeated_blocks import RepeatedBlocks
 
+LEAST_STAGE_BLOCKS = 10
+"""Blocks of a pipeline stage from which traces with three and with four of them are less work."""
 STEPS = 3
 """The first step creates optimizer states and workspaces, the second has all of them, the third shows the
 steady state of the allocator."""
@@ -142,9 +144,9 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         _note_offload(request, recorder)
         built = _BuiltModel(job, model, request, recorder, rank)
         trace = None
-        # A pipeline stage has only some of the blocks: they are all traced. So are they if they differ.
+        # All blocks are traced if they differ, or if several stages of a rank have some of them each.
         way = request.setting.recompute.way
-        are_alike = rank.stage is None and not way.is_partial and way.budget is None
+        are_alike = request.setting.virtual_stages == 1 and not way.is_partial and way.budget is None
         # A job that compiles its model itself has compiled it with all of its blocks.
         if how != WHOLE and are_alike and not recorder.uses_compile:
             trace = _trace_by_few_blocks(
@@ -244,23 +246,28 @@ def _trace_by_few_blocks(
 
     compiled = built.request.setting.compile
     lists = find_cuttable_lists(built.model, COMPILED if compiled else EAGER)
-    if not lists:
+    stage = None if built.rank.stage is None else _find_few_stage(built, lists)
+    if not lists or (stage is None and built.rank.stage is not None):
         return None
     given = f"job {built.request.job}"
     small = list(itertools.product((FEW_BLOCKS, FEW_BLOCKS + 1), repeat=len(lists)))
 
-    def traced(built: _BuiltModel, sizes: list[tuple[int, ...]], *, forward: bool) -> list[Trace]:
-        tasks = [
-            _few_blocks_task(
-                built, dict(zip(lists, size, strict=True)), forward=forward, as_compiled=size == sizes[-1]
-            )
-            for size in sizes
-        ]
+    def run_tasks(tasks: list[Callable[[SendAnswer], None]]) -> list[Trace]:
         answers = {}
         for place, answer in run_forked(tasks, given, timeout_s=timeout_s, most=most_forks):
             answers[place] = _read_few_blocks(answer)
             built.recorder.kernels.values.results.add_results(answers[place].results)
         return _copy_compiled_notes([answers[place].trace for place in range(len(tasks))])
+
+    def traced(built: _BuiltModel, sizes: list[tuple[int, ...]], *, forward: bool) -> list[Trace]:
+        return run_tasks(
+            [
+                _few_blocks_task(
+                    built, dict(zip(lists, size, strict=True)), forward=forward, as_compiled=size == sizes[-1]
+                )
+                for size in sizes
+            ]
+        )
 
     try:
         if check:
@@ -271,11 +278,62 @@ def _trace_by_few_blocks(
                 return None
         if compiled:
             warm_compiler(built.recorder)
+        if stage is not None:
+            counts = (FEW_BLOCKS, FEW_BLOCKS + 1)
+            return stage.extend(*run_tasks([stage.make_task(built, count) for count in counts]))
         trace = _extend_lists(traced(built, small, forward=False), lists, reuses=compiled)
         return _note_few_blocks(trace, lists) if trace is not None and compiled else trace
     except TrimtabError:
         # On any error, trace the whole model: it succeeds or gives a better message.
         return None
+
+
+class _FewStage(NamedTuple):
+    """A pipeline stage that is traced with few of its blocks; the stages around it keep theirs."""
+
+    blocks: RepeatedBlocks
+    layers: tuple[int, ...]
+    """Blocks of each stage of the whole model."""
+    work: tuple[float, ...]
+    number: int
+
+    @property
+    def own(self) -> int:
+        """Return the number of blocks of this stage."""
+        return self.layers[self.number]
+
+    def make_task(self, built: _BuiltModel, count: int) -> Callable[[SendAnswer], None]:
+        """Return a task that traces the stage with only so many blocks."""
+        layers = (*self.layers[: self.number], count, *self.layers[self.number + 1 :])
+        setting = built.request.setting.replace(stage_layers=layers)
+        cut = built._replace(request=built.request.replace(setting=setting))
+        is_last = count > FEW_BLOCKS
+        return _few_blocks_task(cut, {self.blocks: sum(layers)}, forward=False, as_compiled=is_last)
+
+    def extend(self, few: Trace, more: Trace) -> Trace | None:
+        """Return the trace of the whole stage."""
+        trace = extend_blocks(
+            few,
+            more,
+            blocks=self.blocks.name,
+            traced=FEW_BLOCKS + 1,
+            total=self.own,
+            elsewhere=self.blocks.length - self.own,
+        )
+        return None if trace is None else trace.replace(stage_layers=self.layers, block_work=self.work)
+
+
+def _find_few_stage(built: _BuiltModel, lists: list[RepeatedBlocks]) -> _FewStage | None:
+    """Return the stage to trace with few blocks; None if it has few, or if the model has other long lists."""
+    from trimtab.engine.pipeline_stage import find_block_chain
+    from trimtab.engine.step import find_stage_split, make_meta_loss
+
+    stage, setting = built.rank.stage, built.request.setting
+    if len(lists) != 1 or stage is None or find_block_chain(built.model).name != lists[0].name:
+        return None
+    split = find_stage_split(built.model, setting, make_meta_loss(built.job, setting))
+    few = _FewStage(lists[0], split.layers, split.work, stage)
+    return few if len(split.layers) == setting.mesh.pp and few.own >= LEAST_STAGE_BLOCKS else None
 
 
 def _copy_compiled_notes(traces: list[Trace]) -> list[Trace]:
@@ -348,7 +406,8 @@ def _simplify_setting(built: _BuiltModel) -> _BuiltModel:
     setting = built.request.setting.replace(recompute=Recompute.NONE, compile=False)
     if not built.rank.branch:
         setting = one_micro_batch(setting)
-    return built._replace(request=built.request.replace(setting=setting))
+    rank = built.rank._replace(stage=None)
+    return built._replace(request=built.request.replace(setting=setting), rank=rank)
 
 
 def _may_compile(job: Any) -> bool:

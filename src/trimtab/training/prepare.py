@@ -120,6 +120,8 @@ class PreparedRun:
     """Shared statistics of synchronised BatchNorm layers; None if there are none."""
     context: ContextGroup | None = None
     """Ranks that split sequences with this one; None if sequences are whole."""
+    stage_notes: tuple[str, ...] = ()
+    """What the stages of a pipeline are balanced by, or all hold, if the loss could not be followed."""
 
 
 def check_world_size(setting: Setting, world: World) -> None:
@@ -185,8 +187,6 @@ def prepare(
         follow=make_meta_loss(request.job, setting),
         expert_modules=list_expert_modules(request.job),
     )
-    for note in arranged.stage_notes:
-        say("pipeline", note)
     buffers = [entry for entry, is_buffer in _list_tensors(model, groups, find_holding) if is_buffer]
     bounds = rank_slice_bounds(
         setting.global_batch, groups.data_parallel, [share.samples for share in setting.shares]
@@ -232,6 +232,7 @@ def prepare(
         pipe=None if stage is None else stage.pipe,
         statistics=arranged.statistics,
         context=arranged.context,
+        stage_notes=arranged.stage_notes,
     )
     prepared.losses += [prepared, *(replace(prepared, **other) for other in others)]
     return prepared
