@@ -1,6 +1,7 @@
 """How long `trimtab plan` takes for a large model over many GPUs, with nothing known and with everything.
 
 python bench/planning.py             8B on 64 GPUs: cold, the same again, another deadline
+python bench/planning.py usual       plans of small and middle-sized jobs, each cold, with its first answer
 python bench/planning.py large       plans of large models with the batch that a plan assumes, each cold
 python bench/planning.py large 10k   only those whose name contains the words
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -46,6 +48,18 @@ LARGE = {
     "405B on 2048": ("llama-405b", "--on", "256x8xH100"),
     "70B on 10k": ("llama-70b", "--on", "1280x8xH100"),
 }
+USUAL = {
+    "slm on 2": ("slm", "--on", "2xA30"),
+    "slm on H100": ("slm", "--on", "H100"),
+    "LoRA 8B on 4090": (f"hf:{MODELS / 'llama-8b'}", "--lora", "16", "--on", "RTX4090"),
+    "DiT on 2": (f"{MODELS / 'dit.py'}:Pictures", "--on", "2xA100-40GB"),
+    "bridge on 1": ("bridge", "--on", "A100-80GB"),
+    "bridge on 2": ("bridge", "--on", "2xA100-40GB"),
+    "bridge on 4": ("bridge", "--on", "4xA100-40GB"),
+    "8B on 64": (f"hf:{MODELS / 'llama-8b'}", "--on", WHERE, "--global-batch", "512"),
+    "70B on 64": (f"hf:{MODELS / 'llama-70b'}", "--on", WHERE),
+}
+FIRST_ANSWER = re.compile(r"trimtab: (\d+) s,.*best so far")
 
 
 def cpu_seconds() -> float:
@@ -56,23 +70,45 @@ def cpu_seconds() -> float:
 
 def seconds(cache: Path, *arguments: str) -> tuple[float, float, str]:
     """What a plan took, elapsed and of all processors, and what it chose."""
+    took, cpu, chosen, _ = time_plan(cache, *arguments)
+    return took, cpu, chosen
+
+
+def time_plan(cache: Path, *arguments: str) -> tuple[float, float, str, str]:
+    """What a plan took, elapsed and of all processors, what it chose, and when there was a first answer."""
     began, used = time.perf_counter(), cpu_seconds()
+    file = cache / "plan.json"
     done = subprocess.run(
-        [sys.executable, "-m", "trimtab", "plan", *arguments, "--json"],
-        env={**os.environ, "TRIMTAB_CACHE": str(cache)},
+        [sys.executable, "-m", "trimtab", "plan", *arguments, "--out", str(file)],
+        env={**os.environ, "TRIMTAB_CACHE": str(cache), "TRIMTAB_PROGRESS": "1"},
         capture_output=True,
         text=True,
         check=True,
     )
     took = time.perf_counter() - began
-    plan = json.loads(done.stdout)
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    first = FIRST_ANSWER.search(done.stderr)
     choice = plan["choice"]
     degrees = [
         f"{axis} {choice['mesh'][axis]}" for axis in ("tp", "cp", "ep", "pp") if choice["mesh"][axis] > 1
     ]
     words = [choice["strategy"], *degrees, f"{choice['micro_batch']} x {choice['accumulation']}"]
     words += ["by formulas"] * plan["by_formulas"]
-    return took, cpu_seconds() - used, " ".join(words)
+    return took, cpu_seconds() - used, " ".join(words), f"{first[1]} s" if first else "at the end"
+
+
+def time_usual(words: list[str]) -> None:
+    """Ask for plans of usual jobs, each with an empty cache."""
+    for name, arguments in USUAL.items():
+        if all(word in name for word in words):
+            load = os.getloadavg()[0]
+            with tempfile.TemporaryDirectory() as cache:
+                took, cpu, chosen, first = time_plan(Path(cache), *arguments)
+            print(
+                f"{name:18} {took:6.1f} s {cpu:6.1f} s CPU   first answer {first:10} {chosen}   "
+                f"load before {load:.1f}",
+                flush=True,
+            )
 
 
 def time_large(words: list[str]) -> None:
@@ -87,6 +123,9 @@ def time_large(words: list[str]) -> None:
 def main() -> None:
     """Ask three times."""
     print(machine())
+    if sys.argv[1:2] == ["usual"]:
+        time_usual(sys.argv[2:])
+        return
     if sys.argv[1:2] == ["large"]:
         time_large(sys.argv[2:])
         return

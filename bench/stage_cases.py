@@ -22,7 +22,7 @@ from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import autocast_dtype
 from trimtab.training.pipeline import PipelineRunner, StageMessage
 from trimtab.training.prepare import list_reduced
-from trimtab.training.process_group import RankGroups
+from trimtab.training.process_group import HoldingRanks, RankGroups
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,18 +65,22 @@ class LocalStage:
         self.pipe = LocalRunner(groups, torch.device(device), setting.schedule, setting.virtual_stages)
 
         def install(model: nn.Module, split: StageSplit) -> BlockRelay:
-            self.pipe.relay, _ = keep_stage(
+            self.pipe.relay = keep_stage(
                 model,
                 stage,
                 setting.mesh.pp,
                 self.pipe.receive,
                 virtual_stages=setting.virtual_stages,
                 strict=False,
-                layers=split.layers,
-            )
+                split=split,
+                form=steps.find_stand_in_form(setting, device),
+            ).relay
             if self.pipe.weight_gradients is not None:
                 self.pipe.weight_gradients.install(model)
             return self.pipe.relay
+
+        def find_holding(name: str) -> HoldingRanks:
+            return HoldingRanks(None, max(1, len(self.pipe.relay.holders.find(name))), 0)
 
         # The GPU makes values faster than the host, where a trainer builds the model.
         with use_build_defaults(setting.dtypes, device):
@@ -92,7 +96,7 @@ class LocalStage:
                 job, named, choose_implementation(model, setting.optimizer), setting.optimizer_rule
             ),
             install_stage=install,
-            reduced=lambda model: list_reduced(model, groups, self.pipe.relay.name),
+            reduced=lambda model: list_reduced(model, find_holding),
             follow=steps.make_meta_loss(job, setting),
         )
         self.state = steps.PreparedJob(**vars(state), job=job, setting=setting, device=device)

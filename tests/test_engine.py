@@ -181,7 +181,7 @@ def test_a_tensor_with_two_names_stays_one_tensor_when_it_is_placed(job: str) ->
     with torch.device("meta"):
         empty = loaded(job, "Job").model()
     filled: list[torch.Tensor] = []
-    move_module(empty, "cpu", {}, filled.append)
+    move_module(empty, "cpu", {}, lambda _, moved: filled.append(moved))
     assert empty.head.weight is empty.table.weight
     assert not any(parameter.is_meta for parameter in empty.parameters())
     assert len(filled) == len(list(model.parameters()))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import msgspec
 import pytest
 
 import trimtab
@@ -23,10 +24,12 @@ from trimtab.exams.outside import (
     compare_devices,
     make_layout,
     make_shape,
-    read_facts,
+    read_replays,
     read_rows,
     run_outside,
 )
+from trimtab.exams.outside_facts import OutsideRow, read_facts
+from trimtab.exams.replays import make_request, replay_row
 from trimtab.predict.estimate import describe_public_steps
 
 
@@ -61,6 +64,10 @@ def test_every_row_is_replayed_or_has_a_reason(result: OutsideResult) -> None:
     for row in read_rows():
         if row.reason:
             assert row.reason in facts["reason"]
+        elif row.is_job:
+            assert row.model in facts["decoder"]
+            assert row.key in read_replays()
+            assert row.global_batch % (row.micro_batch * row.gpus) == 0
         else:
             assert row.trainer in facts["trainer"]
             layout = make_layout(row)
@@ -102,7 +109,8 @@ def step_of(gpus: int) -> str:
         ("llm-foundry", FAR_STEP, 0.12),
         ("InternEvo", FAR_STEP, 0.12),
         ("NeMo", FAR_STEP, 0.12),
-        ("torchtitan", FAR_STEP, 0.12),
+        ("torchtitan", STEP, 0.08),
+        ("torchtitan", FAR_STEP, 0.11),
     ],
 )
 def test_predictions_are_as_near_as_the_documentation_says(
@@ -149,12 +157,63 @@ def test_the_catalogue_has_what_published_steps_took_with_nothing_fitted() -> No
 
 def test_an_estimate_shows_the_public_measurements_of_its_gpu() -> None:
     (note,) = describe_public_steps(trimtab.cluster("H100").devices[0])
+    medians = next(row for row in public_steps() if row.name == "H100 SXM5 80GB").sources
+    count = sum(rows for rows, _ in medians.values())
+    low, high = (end(ratio for _, ratio in medians.values()) for end in (min, max))
     assert note == (
-        "time: 80 public measurements on this GPU took 0.96 to 1.34 times as long as predicted "
-        "(medians of 5 sources)"
+        f"time: {count} public measurements on this GPU took {low:g} to {high:g} times as long as "
+        f"predicted (medians of {len(medians)} sources)"
     )
     (alone,) = describe_public_steps(trimtab.cluster("MI300X").devices[0])
-    assert alone.endswith("took 1.75 times as long as predicted (median of one source)")
+    assert alone.endswith("took 1.82 times as long as predicted (median of one source)")
     # Two rows are too few, and other GPUs have none.
     assert describe_public_steps(trimtab.cluster("GB200").devices[0]) == []
     assert describe_public_steps(trimtab.cluster("T4").devices[0]) == []
+
+
+def test_a_replayed_job_is_predicted_as_recorded() -> None:
+    """One row of each kind is traced again: LoRA on a 4-bit base whose layers keep their inputs."""
+    row = next(row for row in read_rows() if row.is_job and row.model == "llama-3.2-1b" and row.base)
+    predicted, recorded = replay_row(row), read_replays()[row.key]
+    assert predicted.allocated_bytes == pytest.approx(recorded.allocated_bytes, rel=0.005)
+    assert predicted.reserved_bytes == pytest.approx(recorded.reserved_bytes, rel=0.01)
+    assert predicted.step_s == pytest.approx(recorded.step_s, rel=0.02)
+
+
+def make_row(**changes: object) -> OutsideRow:
+    row = next(row for row in read_rows() if row.is_job and row.model == "llama-3.2-1b" and row.base)
+    return msgspec.structs.replace(row, **changes)
+
+
+def test_a_recipe_sets_the_options_of_the_job() -> None:
+    request, beside = make_request(make_row())
+    assert request.overrides["kept_inputs"] == 2
+    assert request.overrides["chunk"] == 128
+    assert "tied" not in request.overrides
+    assert beside["keeps_logits"] is True
+    # Without a base in 4 bits nothing is kept; without adapters there is no dropout.
+    plain, _ = make_request(make_row(base="", lora=0))
+    assert "kept_inputs" not in plain.overrides
+    assert "dropout" not in plain.overrides
+    sharded, _ = make_request(make_row(gpus=2, global_batch=8, strategy="fsdp"))
+    assert sharded.setting.mesh.dp_shard == 2
+    assert sharded.setting.accumulation == 2
+
+
+def test_jobs_that_ran_out_of_memory_are_predicted_to(result: OutsideResult) -> None:
+    verdicts = [score for score in result.scores if score.figure == VERDICT]
+    assert sum(score.right or 0 for score in verdicts) >= sum(score.rows for score in verdicts) - 1
+
+
+def test_rows_that_no_rule_was_made_with_are_scored_on_their_own(result: OutsideResult) -> None:
+    checked = {score.source: score.check_rows for score in result.scores if score.check_mean is not None}
+    assert checked.keys() <= {row.source for row in read_rows() if row.check}
+    assert checked
+    assert result.jobs == sum(row.is_job and not row.reason for row in read_rows())
+
+
+def test_replaying_needs_outside() -> None:
+    command = [sys.executable, "-m", "trimtab", "exam", "--replay"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Add --outside" in done.stderr

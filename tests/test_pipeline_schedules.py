@@ -196,6 +196,6 @@ def test_several_stages_need_blocks_and_no_running_statistics_outside_of_them() 
     normed.norm = nn.BatchNorm1d(8)
     with pytest.raises(JobFailed, match="norm has running statistics outside of the blocks"):
         keep_stage(normed, 0, 2, receive, virtual_stages=2)
-    relay, dropped = keep_stage(network(), 1, 2, receive, virtual_stages=2)
+    relay, dropped, _ = keep_stage(network(), 1, 2, receive, virtual_stages=2)
     assert [tuple(stage) for stage in relay.stages] == [(1, 2), (4, 5)]
     assert len(dropped) == 3

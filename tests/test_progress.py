@@ -14,6 +14,8 @@ from trimtab.catalog.clusters import parse_cluster
 from trimtab.cli.main import app
 from trimtab.cli.progress import progress
 from trimtab.planner.decision import PlanQuestion, choose_plan
+from trimtab.planner.layout_candidates import propose_layouts
+from trimtab.planner.plan import describe_layout
 from trimtab.spec import Policy
 from trimtab.spec.requests import PlanRequest
 
@@ -105,6 +107,52 @@ def test_a_log_gets_lines_with_what_is_done_and_the_best_so_far(
     )
 
 
+def test_the_first_best_is_written_at_once_and_later_ones_with_the_next_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(shown.VARIABLE, "1")
+    monkeypatch.setattr(shown, "FIRST_S", 0.0)
+    # No other line would come before the test runs out of time.
+    monkeypatch.setattr(shown, "EVERY_S", 600.0)
+    wrote: list[str] = []
+    monkeypatch.setattr(shown.ProgressState, "line", _noted(wrote, shown.ProgressState.line))
+    with progress("planning") as state:
+        while not wrote:
+            pass
+        state.found("single on 1 GPU, 12 samples/s (none above 15)")
+        while len(wrote) < 2:
+            pass
+        state.found("ddp on 2 GPUs, 14 samples/s (none above 15)")
+    err = capsys.readouterr().err
+    assert "best so far: single on 1 GPU, 12 samples/s (none above 15)\n" in err
+    assert "ddp" not in err
+
+
+def test_a_noticed_setting_has_a_bound_that_no_setting_beats() -> None:
+    noticed: list[Any] = []
+    choose_plan(question(), Law(bounds=True), notice=noticed.append)
+    bounds = [item.least_s for item in noticed if item.least_s is not None]
+    assert bounds
+    assert max(bounds) <= min(item.estimate.step_s for item in noticed)
+
+
+def test_formulas_give_a_first_answer_before_anything_is_traced() -> None:
+    folder = Path(__file__).parent.parent / "bench" / "models" / "llama-8b"
+    job = f"hf:{folder}"
+    large = PlanQuestion(
+        job=job,
+        workload=workload(global_batch=512, sample_length=4096),
+        cluster=parse_cluster("2x8xH100"),
+        policy=Policy(),
+    )
+    noticed: list[Any] = []
+    propose_layouts(large, {}, notice=noticed.append)
+    (first,) = noticed
+    text = describe_layout(first)
+    assert "on 16 GPUs, about" in text
+    assert "samples/s by formulas (error 10%)" in text
+
+
 def _noted(wrote: list[str], line: Any) -> Any:
     def noting(self: Any) -> str:
         wrote.append(line(self))
@@ -145,6 +193,7 @@ def test_the_command_prints_the_best_so_far_and_leaves_with_130(tmp_path: Path) 
     assert "this is the best so far" in done.stderr
     assert json.loads(file.read_text(encoding="utf-8"))["complete"] is False
     done = CliRunner().invoke(app, ["plan", "fake", "--on", "4xH100", "--json"])
+    assert "something" not in done.stderr
     assert (done.exit_code, json.loads(done.stdout)["complete"]) == (130, False)
 
 

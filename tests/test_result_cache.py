@@ -25,7 +25,7 @@ from trimtab import api
 from trimtab.spec import Setting
 from trimtab.trace.forks import run_forked
 from trimtab.trace.request import TraceRequest, TraceRequests
-from trimtab.trace.result_cache import ResultCache
+from trimtab.trace.result_cache import ResultCache, share_results
 from trimtab.trace import worker
 
 job, overrides, setting = sys.argv[1], json.loads(sys.argv[2]), Setting.from_json(sys.argv[3])
@@ -42,14 +42,18 @@ def trace(say, remember):
     ResultCache.__init__ = keep
     if not remember:
         ResultCache.run = lambda self, func, args, kwargs: func(*args, **kwargs)
-    def deliver(made, how):
-        say(msgspec.json.encode({"trace": made, "hits": sum(cache.hits for cache in caches)}))
+    def deliver(made, how, results):
+        hits = sum(cache.hits for cache in caches)
+        say(msgspec.json.encode({"trace": made, "hits": hits, "results": results}))
     worker.trace_job(loaded, next(iter(requests.each())), deliver, how=worker.WHOLE)
 
-answers = dict(run_forked([lambda say: trace(say, True), lambda say: trace(say, False)], job, timeout_s=300))
+tasks = [lambda say: trace(say, True), lambda say: trace(say, False)]
+answers = dict(run_forked(tasks, job, timeout_s=300))
 remembered, plain = (json.loads(answers[number]) for number in range(2))
-print(json.dumps({"hits": remembered["hits"], "operations": len(plain["trace"]["ops"]),
-                  "same": remembered["trace"] == plain["trace"]}))
+share_results(msgspec.convert(remembered["results"], bytes))
+shared = json.loads(dict(run_forked(tasks[:1], job, timeout_s=300))[0])
+print(json.dumps({"hits": remembered["hits"], "shared_hits": shared["hits"],
+                  "same": remembered["trace"] == plain["trace"] == shared["trace"]}))
 """
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 4, "vocab_size": 500}
@@ -93,6 +97,8 @@ def test_a_trace_is_the_same_with_remembered_results(
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["same"]
     assert answer["hits"] > 200
+    # Another fork knows the results that the first had to find out.
+    assert answer["shared_hits"] > answer["hits"] + 50
 
 
 def has_memory_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:

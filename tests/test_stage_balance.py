@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab.engine.pipeline_stage import find_block_chain, keep_stage, split_model
-from trimtab.engine.stage_balance import BlockWork, balance_stages, measure_blocks
+from trimtab.engine.pipeline_stage import StageSplit, find_block_chain, keep_stage, split_model
+from trimtab.engine.stage_balance import measure_blocks
+from trimtab.engine.stage_placement import UseRecorder
 from trimtab.engine.step import find_stage_split, make_meta_loss
 from trimtab.spec import Mesh, Recompute, Setting, Strategy
+from trimtab.strategies.stage_split import BlockWork, balance_stages
 
 WIDTH = 64
 
@@ -75,7 +77,8 @@ def measure(job: DecoderJob, recompute: Recompute = Recompute.NONE) -> BlockWork
     blocks = list(find_block_chain(model).blocks.children())
     run_loss = make_meta_loss(job, setting)
     assert run_loss is not None
-    work, failure = measure_blocks(model, blocks, run_loss, recompute.way)
+    uses = UseRecorder(model, blocks)
+    work, failure = measure_blocks(model, blocks, run_loss, recompute.way, uses)
     assert work is not None, failure
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     return work
@@ -165,7 +168,7 @@ def test_every_micro_batch_has_the_same_stages_and_a_plan_keeps_its_own(micro_ba
     assert sum(split.work) == pytest.approx(1, abs=1e-4)
     planned = setting.replace(stage_layers=(2, 2, 4))
     assert find_stage_split(model, planned, make_meta_loss(job, planned)).layers == (2, 2, 4)
-    relay, _ = keep_stage(model, 1, 3, lambda given: given, layers=(2, 2, 4))
+    relay = keep_stage(model, 1, 3, lambda given: given, split=StageSplit((2, 2, 4))).relay
     assert [tuple(stage) for stage in relay.stages] == [(2, 4)]
     # Of another model: it is not used.
     other = setting.replace(stage_layers=(2, 2, 5))

@@ -82,6 +82,7 @@ def traffic_of(setting: Setting, busy_s: float = 0.0) -> Traffic:
         marks={},
         trainable=2**22,
         shared=2**10,
+        shared_stages=2,
         handed_bytes=2**20,
         works=(gathered, scattered),
         sequence=(0, 1, 0),

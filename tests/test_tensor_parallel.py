@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import trimtab
 from shared_jobs import shared_job
@@ -164,6 +165,25 @@ class Apart(nn.Module):
 def test_what_does_not_divide_is_refused(job: Any, tp: int, found: str) -> None:
     with pytest.raises(WrongUse, match=found):
         find_roles(job, tp)
+
+
+class Turned(nn.Module):
+    """Two layers as GPT-2 in transformers has them: no nn.Linear, and inputs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make: Any = Conv1D
+        self.layers = nn.ModuleList([make(8, 8), make(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_are_no_linear_ones_are_named() -> None:
+    with pytest.raises(WrongUse, match="layers only, and the model has 2 Conv1D layers"):
+        find_tensor_plan(Turned(), 2, lambda model: model(torch.empty(2, 8, device="meta")).sum())
 
 
 def test_a_model_without_pairs_of_layers_is_refused() -> None:

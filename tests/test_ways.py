@@ -492,7 +492,7 @@ class Odd(Net):
 
 
 def stage_of(model: nn.Module, stage: int, stages: int = 2) -> Any:
-    relay, dropped = keep_stage(model, stage, stages, lambda given: torch.zeros(given.shape))
+    relay, dropped, _ = keep_stage(model, stage, stages, lambda given: torch.zeros(given.shape))
     assert dropped
     return relay.run(lambda: loss(model, data(0)))
 

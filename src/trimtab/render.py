@@ -833,17 +833,25 @@ def describe_stages(estimate: Estimate) -> str:
 
     >>> from trimtab.spec import Band, Estimate, Footprint, PipelineEstimate, StepTime
     >>> sizes = dict.fromkeys(("allocated_bytes", "reserved_bytes", "process_bytes"), 0)
-    >>> stages = PipelineEstimate(layers=(4, 4, 4, 3), held_micro_batches=(3.5, 2.5), bubble_share=0.1)
+    >>> stages = PipelineEstimate(layers=(4, 4, 4, 3), held_micro_batches=(3.5, 2.5), bubble_share=0.1,
+    ...     first_outside=9_000_000, last_outside=8_000_000)
     >>> time = StepTime(compute_s=0.8, communication_s=0.1, bubble_s=0.1)
     >>> print(describe_stages(Estimate(**sizes, parts=Footprint(), band=Band(low_bytes=0, high_bytes=0),
-    ...     pipeline=stages, fullest_rank="stage 1 of 2", step_s=1.0, step_time=time)))
-    layers 4 4 4 3 on 2 ranks; stage 1 of 2 is fullest, with 3.5 micro-batches; bubble 10%, exposed sends 10%
+    ...     pipeline=stages, fullest_rank="stage 1 of 2", step_s=1.0, step_time=time,
+    ... )))  # doctest: +NORMALIZE_WHITESPACE
+    layers 4 4 4 3 on 2 ranks; parameters outside of the layers: 9,000,000 on the first, 8,000,000 on the
+    last; stage 1 of 2 is fullest, with 3.5 micro-batches; bubble 10%, exposed sends 10%
     """
     stages = estimate.pipeline
     if stages is None:
         return ""
     ranks = len(stages.held_micro_batches)
     words = [f"layers {' '.join(map(str, stages.layers))} on {ranks} ranks"]
+    if stages.first_outside is not None and stages.last_outside is not None:
+        words.append(
+            f"parameters outside of the layers: {stages.first_outside:,} on the first, "
+            f"{stages.last_outside:,} on the last"
+        )
     if estimate.fullest_rank:
         is_last = estimate.fullest_rank.startswith(f"stage {ranks} ")
         count = stages.held_micro_batches[-1 if is_last else 0]
@@ -1001,6 +1009,17 @@ def render_outside(result: OutsideResult) -> RenderableType:
         render_labelled("replayed", f"{result.replayed:,} of {result.rows:,} rows", "dim"),
         render_labelled("fitted", ", ".join(fitted) or "nothing", "dim"),
     ]
+    if result.jobs:
+        alarms = f"{result.false_alarms} of those that ran are predicted not to fit"
+        lines.append(render_labelled("as jobs", f"{result.jobs} rows; {alarms}", "dim"))
+    checks = [
+        f"{score.source} {score.figure} {score.check_mean:.1%} ({score.check_rows})"
+        for score in result.scores
+        if score.check_mean is not None
+    ]
+    if checks:
+        text = f"mean error of rows that no rule was made with: {', '.join(checks)}"
+        lines.append(render_labelled("check", text, "dim"))
     if result.unscored:
         counts = ", ".join(f"{name} {count}" for name, count in result.unscored.items())
         lines.append(

@@ -42,15 +42,21 @@ def exam(  # noqa: PLR0913, PLR0917 - options
     source: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --outside: only this source, such as vTrain.")
     ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="With --outside: trace its jobs again; takes minutes.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Predict every recorded measurement again, and show the errors.
 
     Takes some minutes the first time. Needs transformers and peft for some of the cases. With --outside,
-    predicts the measurements of public sources, in seconds.
+    predicts the measurements of public sources, in seconds: their fine-tuning jobs have recorded
+    predictions, and --replay traces them again.
     """
     if source is not None and not outside:
         raise WrongUse(f"--source {source}", found="only --outside has sources", cure="Add --outside.")
+    if replay and not outside:
+        raise WrongUse("--replay", found="only --outside has jobs to replay", cure="Add --outside.")
     if outside:
         if only != "*" or own is not None or no_cache:
             raise WrongUse(
@@ -58,7 +64,7 @@ def exam(  # noqa: PLR0913, PLR0917 - options
                 found="--only, --cases and --no-cache are for trimtab's own cases",
                 cure="Leave them out, or name a source with --source.",
             )
-        _show_outside(source, json=json)
+        _show_outside(source, replay=replay, json=json)
         return
     from trimtab.exams.run import run_exam
 
@@ -75,7 +81,7 @@ def exam(  # noqa: PLR0913, PLR0917 - options
         print_text(render.render_exam(marks))
 
 
-def _show_outside(source: str | None, *, json: bool) -> None:
+def _show_outside(source: str | None, *, replay: bool, json: bool) -> None:
     """Predict other people's measurements, and print the errors by source."""
     from trimtab.exams.outside import run_outside
 
@@ -83,7 +89,11 @@ def _show_outside(source: str | None, *, json: bool) -> None:
         if not json:
             print(f"  {name}: {count} rows", file=sys.stderr)  # noqa: T201 - progress
 
-    result = run_outside(source, done=show_done)
+    if replay:
+        from trimtab.catalog.torch_release import require_supported_torch
+
+        require_supported_torch()
+    result = run_outside(source, replay=replay, done=show_done)
     if json:
         print_json(result.to_builtins())
     else:

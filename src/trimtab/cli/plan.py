@@ -53,7 +53,9 @@ def plan(  # noqa: PLR0913 - each is an option
     result: Plan | StagedPlan
     try:
         with progress("planning") as shown:
-            request = request.replace(say=shown.say, say_best=shown.found, partial=True)
+            request = request.replace(say=shown.say, partial=True)
+            # With --json, the only answer is the last one.
+            request = request if json else request.replace(say_best=shown.found)
             if stages is None:
                 result = api.plan(request)
             else:

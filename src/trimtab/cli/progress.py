@@ -70,21 +70,31 @@ def progress(title: str) -> Iterator[ProgressState]:
 
 @contextlib.contextmanager
 def _lines(state: ProgressState) -> Iterator[None]:
-    """Write a line after two seconds, and one every five from then on."""
-    done = threading.Event()
+    """Write a line after two seconds, one every five from then on, and one as soon as there is a best."""
+    is_done, wakes = False, threading.Event()
 
     def write() -> None:
-        pause = FIRST_S
-        while not done.wait(pause):
+        wakes.wait(FIRST_S)
+        while not is_done:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(state.line())
                 sys.stderr.flush()
-            pause = EVERY_S
+            if state.best:
+                state.changed = lambda: None
+            wakes.clear()
+            # The end may have come just before the flag was cleared.
+            wakes.wait(0 if is_done else EVERY_S)
 
+    def wake() -> None:
+        if state.best and time.monotonic() > state.began + FIRST_S:
+            wakes.set()
+
+    state.changed = wake
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     try:
         yield
     finally:
-        done.set()
+        is_done = True
+        wakes.set()
         writer.join()

@@ -10,10 +10,11 @@ built on the CPU. Each unit is moved to the device, gets the values of rank 0, i
 is freed before the next unit. The device then holds the shards and the memory of one unit; building on the
 device would leave the whole model in the allocator's cache.
 
-A rank of a pipeline shards the blocks of its stages, and everything outside of the blocks, over the ranks of
-the same stage. Every pass of its schedule gathers the weights that it uses and frees them again, so that a
-kind of pass always has the same collectives. Stages sum the gradients of what is outside of the blocks after
-all passes: a sum inside of a backward pass would wait for a stage that waits for the result of that pass.
+A rank of a pipeline shards the blocks of its stages, and what they need outside of the blocks, over the ranks
+of the same stage. Every pass of its schedule gathers the weights that it uses and frees them again, so that a
+kind of pass always has the same collectives. Stages that hold the same weights, such as a tied embedding, sum
+their gradients after all passes: a sum inside of a backward pass would wait for a stage that waits for the
+result of that pass.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ if TYPE_CHECKING:
     from trimtab.engine.expert_parallel import ExpertCollective, ExpertGroup
     from trimtab.engine.gradients import StagePass
     from trimtab.engine.pipeline_stage import BlockRelay
+    from trimtab.engine.stage_placement import StageHolders
     from trimtab.engine.sync_norm import NormCollective, SharedStatistics
     from trimtab.engine.tensor_plan import TensorPlan
     from trimtab.spec import Setting
 
-    FillTensor = Callable[[torch.Tensor, bool], None]
+    FillTensor = Callable[[torch.Tensor, tuple[int, ...] | None], None]
     """Fills a tensor on the device with the values that all ranks must have; or, if the second argument is
-    True, all ranks of the same pipeline stage."""
+    not None, all ranks of these stages of a pipeline."""
     MovedTensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
     """By id: a tensor and its moved copy. Both are kept alive, so that their ids are not reused."""
 
@@ -139,13 +141,10 @@ class StageShards(NamedTuple):
     blocks: tuple[tuple[Any, ...], ...]
     """Sharded blocks of each stage of this rank, in order."""
     outside: tuple[Any, ...]
-    """Sharded modules outside of the blocks, which all stages have; the root is among them."""
-    shared: frozenset[int]
-    """Ids of the parameters outside of the blocks."""
-    group: Any
-    """Ranks of all stages with the same shards of these parameters."""
-    stages: int
-    """Number of ranks in that group."""
+    """Sharded modules outside of the blocks; the root is among them."""
+    shared: dict[int, tuple[Any, int]]
+    """By id, the parameters that several stages hold: the process group of the ranks with the same shard, and
+    the number of these ranks."""
 
 
 class ShardedGradients:
@@ -373,7 +372,7 @@ class ShardedGradients:
         if self._tensor_parallel > 1 and parameter.placements[-1].is_replicate():
             copies *= self._tensor_parallel
         if self._shards is not None and id(parameter) in self._shards.shared:
-            copies *= self._shards.stages
+            copies *= self._shards.shared[id(parameter)][1]
         return copies
 
     def local_gradients(self) -> list[torch.Tensor]:
@@ -384,15 +383,16 @@ class ShardedGradients:
         """Do nothing: the model stays sharded."""
 
     def _sum_over_stages(self, shards: StageShards) -> None:
-        """Sum the gradients of what all stages have, after all passes; a stage that did not use it adds 0."""
+        """Sum the gradients of what several stages hold, after all passes; a stage without a use adds 0."""
         works = []
         for parameter in self._parameters:
             if id(parameter) in shards.shared:
+                group, _ = shards.shared[id(parameter)]
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 local = parameter.grad._local_tensor
                 if local.numel():
-                    works.append(dist.all_reduce(local, group=shards.group, async_op=True))
+                    works.append(dist.all_reduce(local, group=group, async_op=True))
         for work in works:
             if work is not None:
                 work.wait()
@@ -578,7 +578,6 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    _refuse_scalars(model, setting)
     dtypes = setting.dtypes
     cast = None if dtypes.autocast is None else torch_dtype(dtypes.autocast)
     # Without autocast, gradients have the dtype of their weights, which the job may have chosen.
@@ -620,8 +619,10 @@ def shard_model(  # noqa: PLR0913 - who splits what, last
     present -= _list_inside(
         model, [] if experts is None else [name for name in experts.layers if name in names]
     )
+    holders = {} if relay is None else _find_holders(model, relay)
     for unit in (*(unit for unit in units if id(unit) in present), model):
-        fill_unit = None if fill is None else functools.partial(_fill_tensor, fill, id(unit) in inside)
+        rest = None if relay is None or id(unit) not in inside else ()
+        fill_unit = None if fill is None else functools.partial(_fill_tensor, fill, holders, rest)
         move_module(unit, device, moved_tensors, fill_unit)
         if splitter is not None:
             splitter.split_module(unit)
@@ -648,8 +649,19 @@ def _list_inside(model: nn.Module, experts: list[str]) -> set[int]:
     return {id(module) for owner in owners for module in owner.modules() if module is not owner}
 
 
-def _fill_tensor(fill: FillTensor, inside: bool, tensor: torch.Tensor) -> None:
-    fill(tensor, inside)
+def _find_holders(model: nn.Module, relay: BlockRelay) -> dict[int, tuple[int, ...]]:
+    """Return the stages that hold each parameter outside of the blocks, by id of the parameter."""
+    return {id(parameter): relay.holders.find(name) for name, parameter in model.named_parameters()}
+
+
+def _fill_tensor(
+    fill: FillTensor,
+    holders: dict[int, tuple[int, ...]],
+    rest: tuple[int, ...] | None,
+    tensor: torch.Tensor,
+    moved: torch.Tensor,
+) -> None:
+    fill(moved, holders.get(id(tensor), rest))
 
 
 def _connect_stages(
@@ -662,7 +674,7 @@ def _connect_stages(
         for before, block in pairwise(stage):
             block.set_modules_to_backward_prefetch([before])
     inside = {id(module) for block in blocks for module in block.modules()}
-    parameters = {id(parameter) for block in blocks for parameter in block.parameters()}
+    shared_groups = _make_shared_groups(relay.holders, stage_mesh)
     return StageShards(
         blocks=tuple(
             tuple(module for block in stage for module in block.modules() if isinstance(module, FSDPModule))
@@ -673,10 +685,31 @@ def _connect_stages(
             for module in model.modules()
             if isinstance(module, FSDPModule) and id(module) not in inside
         ),
-        shared=frozenset(map(id, model.parameters())) - parameters,
-        group=stage_mesh.get_group(),
-        stages=stage_mesh.size(),
+        shared={
+            id(parameter): (shared_groups[ranks], len(ranks))
+            for name, parameter in model.named_parameters()
+            if len(ranks := relay.holders.find(name)) > 1
+        },
     )
+
+
+def _make_shared_groups(holders: StageHolders, stage_mesh: Any) -> dict[tuple[int, ...], Any]:
+    """Return the process groups of the ranks with the same shards, by the stages that hold a parameter.
+
+    Every rank creates all of them, in the same order.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    stages, size = stage_mesh.size(), dist.get_world_size()
+    each = size // stages
+    own: dict[tuple[int, ...], Any] = {tuple(range(stages)): stage_mesh.get_group()}
+    with _disable_current_modes():
+        for ranks in holders.list_groups():
+            for place in range(each):
+                group = dist.new_group([stage * each + place for stage in ranks])
+                if dist.get_rank() % each == place:
+                    own[ranks] = group
+    return own
 
 
 def choose_shard_placement(shape: torch.Size, shards: int) -> Any:
@@ -695,7 +728,7 @@ def choose_shard_placement(shape: torch.Size, shards: int) -> Any:
     return None if dim is None else Shard(dim)
 
 
-def _refuse_scalars(model: nn.Module, setting: Setting) -> None:
+def refuse_scalars(model: nn.Module, setting: Setting) -> None:
     """Raise an error that names parameters without a dimension: torch's fully_shard refuses them."""
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
@@ -710,12 +743,12 @@ def move_module(
     module: nn.Module,
     device: str,
     moved_tensors: MovedTensors,
-    fill: Callable[[torch.Tensor], None] | None,
+    fill: Callable[[torch.Tensor, torch.Tensor], None] | None,
 ) -> None:
     """Move the parameters and buffers of a module to a device, except those already sharded.
 
     `moved_tensors` makes sure that a tensor with two names stays one tensor. A tensor on the meta device has
-    no values: it gets memory, and `fill` writes the values of rank 0.
+    no values: it gets memory, and `fill`, which gets both, writes the values of rank 0.
     """
     from torch.distributed.tensor import DTensor
 
@@ -729,7 +762,7 @@ def move_module(
                     moved = _move_tensor(tensor, device)
                     moved_tensors[id(tensor)] = moved_tensors[id(moved)] = (tensor, moved)
                     if fill is not None:
-                        fill(moved)
+                        fill(tensor, moved)
                 tensors[name] = moved_tensors[id(tensor)][1]
 
 

@@ -3,14 +3,16 @@
 A rank may hold several stages. A forward pass runs one of them; the blocks of the others are then skipped.
 Every rank runs the job's own loss(). The placeholder just before a rank's own blocks returns the output of
 the previous stage. The placeholder just after them takes their output for the next stage and ends the pass.
-Everything outside the blocks exists on every rank and is computed where it is reached: by linearity, the
-gradients of these parameters summed over ranks are those of the whole model. The job needs no changes; a
-model whose blocks are not one chain is refused with the reason.
+What is outside of the blocks is on the stages that need it (`trimtab.engine.stage_placement`): the embedding
+on the first, the head on the last. By linearity, gradients of parameters on several stages, summed over these
+stages, are those of the whole model. The job needs no changes; a model whose blocks are not one chain is
+refused with the reason.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -18,16 +20,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trimtab.engine.build import find_repeated_blocks
-from trimtab.engine.stage_balance import BlockWork, balance_stages, measure_blocks
+from trimtab.engine.stage_balance import measure_blocks
+from trimtab.engine.stage_placement import (
+    AbsentWeight,
+    StageHolders,
+    UseRecorder,
+    find_holders,
+    make_stand_in,
+    remove_absent,
+)
+from trimtab.engine.tensor_parallel import SEQUENCE
 from trimtab.engine.weight_gradients import WeightGradients
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.spec import RecomputeWay
+from trimtab.strategies.stage_split import BlockWork, balance_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from trimtab.engine.stage_placement import ParameterNeeds
+
 _STRATEGY = "strategy pipeline"
 _CURE = "Use fsdp, which cuts the weights of any model."
+MOST_NAMES = 3
+"""Parameters that a note names."""
 
 
 class StageEnded(BaseException):
@@ -100,6 +116,8 @@ class BlockRelay:
         """Called with the output of a pass that ended in the middle of the model; returns it."""
         self.tensor_mesh: Any = None
         """Device mesh of the ranks that split layers with this one; None if none do."""
+        self.holders = StageHolders({}, 1)
+        """Ranks that hold each parameter outside of the blocks."""
         self._strict = strict
         self._next: int | None = None
         """Number of the block that must be called next; None outside of a forward pass."""
@@ -119,6 +137,7 @@ class BlockRelay:
         """Run a forward pass of a stage of this rank; return the loss in the last stage, else the output."""
         self.first, self.stop = self.stages[stage]
         self._next = 0
+        AbsentWeight.is_usable = self.first > 0
         try:
             loss = compute()
         except StageEnded as end:
@@ -126,6 +145,7 @@ class BlockRelay:
             return self.end_forward(end.output)
         finally:
             reached, self._next, self._last_output = self._next, None, None
+            AbsentWeight.is_usable = False
         if reached != self.count:
             raise _make_error(f"loss() ended without calling {self.name}.{reached}", _CURE)
         return loss
@@ -186,6 +206,7 @@ class BlockRelay:
             if number == self.stop:
                 self._end_stage(value)
             if number == self.first - 1:
+                AbsentWeight.is_usable = False
                 return self.receive(value)
             return value if isinstance(value, RemoteValue) or not self._strict else _make_remote_value(value)
 
@@ -296,6 +317,10 @@ class StageSplit(NamedTuple):
     """Shares of the time of a micro-batch: before the blocks, of each block, and after them."""
     note: str = ""
     """What the work was taken to be, if it could not be counted."""
+    needs: ParameterNeeds = MappingProxyType({})
+    """Blocks with which parameters outside of the blocks are needed; every stage holds all others."""
+    held_note: str = ""
+    """Parameters outside of the blocks that every stage holds, and why; empty if there are none."""
 
 
 def split_model(
@@ -313,9 +338,11 @@ def split_model(
     block_list = find_block_chain(model)
     blocks = list(block_list.blocks.children())
     work, failure = None, "there is no job whose loss() could be followed"
+    uses = UseRecorder(model, blocks)
     if run_loss is not None:
-        work, failure = measure_blocks(model, blocks, run_loss, recompute or RecomputeWay())
+        work, failure = measure_blocks(model, blocks, run_loss, recompute or RecomputeWay(), uses)
     note = ""
+    needs: ParameterNeeds = {} if work is None else uses.finish()
     if work is None:
         note = f"pipeline: stages are balanced by their weights, because {failure}"
         weights = tuple(float(count_weights(block)) for block in blocks)
@@ -323,7 +350,47 @@ def split_model(
     layers: tuple[int, ...] = ()
     if len(blocks) >= ranks * virtual_stages:
         layers = balance_stages(work, ranks, virtual_stages)
-    return StageSplit(layers, work.to_tuple(), note)
+        if not note and (uses.changes_buffer or _find_running_statistics(model, block_list)):
+            failure = "the forward pass changes buffers outside of the blocks"
+        needs = {} if failure else needs
+        failure = failure or find_holders(model, blocks, needs, layers, ranks)[1]
+    return StageSplit(layers, work.to_tuple(), note, needs, _describe_held(model, blocks, needs, failure))
+
+
+def _describe_held(model: nn.Module, blocks: Sequence[nn.Module], needs: ParameterNeeds, failure: str) -> str:
+    """Return a note on the parameters outside of the blocks that every stage holds; empty without any."""
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in inside and (failure or name not in needs)
+    ]
+    if not names:
+        return ""
+    more = f" and {len(names) - MOST_NAMES} more" * (len(names) > MOST_NAMES)
+    why = failure or "loss() reads their values, or does not use them"
+    return f"pipeline: every stage holds {', '.join(names[:MOST_NAMES])}{more}, because {why}"
+
+
+class KeptStage(NamedTuple):
+    """What is left of a model on one rank of a pipeline, and what is not."""
+
+    relay: BlockRelay
+    dropped: list[nn.Module]
+    """Blocks of other ranks."""
+    absent: list[nn.Parameter]
+    """Parameters outside of the blocks that other ranks hold."""
+
+
+class StandInForm(NamedTuple):
+    """How parameters that a rank does not hold are replaced."""
+
+    device: Any = "cpu"
+    dtype: torch.dtype | None = None
+    """None: that of the parameter."""
+
+
+ON_HOST = StandInForm()
 
 
 def keep_stage(  # noqa: PLR0913 - position of the rank
@@ -334,16 +401,18 @@ def keep_stage(  # noqa: PLR0913 - position of the rank
     *,
     virtual_stages: int = 1,
     strict: bool = True,
-    layers: Sequence[int] = (),
-) -> tuple[BlockRelay, list[nn.Module]]:
-    """Keep the blocks of one rank in a model; return the relay and the removed blocks.
+    split: StageSplit | None = None,
+    form: StandInForm = ON_HOST,
+) -> KeptStage:
+    """Keep what one rank needs in a model: its blocks, and what they need outside of the blocks.
 
     `stage` of `stages` is the position of the rank. With several virtual stages it has every `stages`-th
-    stage, beginning with that number. `layers` has the blocks of each stage; without it, or if it is of
+    stage, beginning with that number. `split` has the blocks of each stage; without it, or if it is of
     another model or number of stages, they are balanced by their weights.
     """
     block_list = find_block_chain(model)
-    count = len(list(block_list.blocks.children()))
+    blocks = list(block_list.blocks.children())
+    count = len(blocks)
     total = stages * virtual_stages
     if count < total:
         product = f" with {virtual_stages} virtual stages each" * (virtual_stages > 1)
@@ -353,11 +422,15 @@ def keep_stage(  # noqa: PLR0913 - position of the rank
             cure=f"Use {max(1, count // virtual_stages)} ranks or fewer"
             f"{', or fewer virtual stages' * (virtual_stages > 1)}, or fsdp.",
         )
-    if virtual_stages > 1:
-        _refuse_running_statistics(model, block_list)
-    if len(layers) != total or sum(layers) != count:
-        layers = split_model(model, stages, virtual_stages).layers
-    places = list(accumulate(layers, initial=0))
+    if virtual_stages > 1 and (name := _find_running_statistics(model, block_list)):
+        raise _make_error(
+            f"{name} has running statistics outside of the blocks, and a rank with several stages would "
+            "update them several times",
+            "Use one virtual stage a rank.",
+        )
+    if split is None or len(split.layers) != total or sum(split.layers) != count:
+        split = split_model(model, stages, virtual_stages)
+    places = list(accumulate(split.layers, initial=0))
     relay = BlockRelay(
         name=block_list.name,
         count=count,
@@ -366,48 +439,70 @@ def keep_stage(  # noqa: PLR0913 - position of the rank
         receive=receive,
         strict=strict,
     )
-    return relay, relay.install(block_list.blocks)
+    relay.holders, _ = find_holders(model, blocks, split.needs, split.layers, stages)
+    absent = remove_absent(
+        model, relay.holders, stage, lambda parameter: make_stand_in(parameter, *form, strict=strict)
+    )
+    return KeptStage(relay, relay.install(block_list.blocks), absent)
 
 
-def _refuse_running_statistics(model: nn.Module, block_list: BlockList) -> None:
-    """Raise JobFailed if layers outside of the blocks count batches: each stage of a rank runs them."""
+def _find_running_statistics(model: nn.Module, block_list: BlockList) -> str:
+    """Return the first layer outside of the blocks that counts batches; empty if there is none."""
     inside = {id(module) for module in block_list.blocks.modules()}
-    for name, module in model.named_modules():
-        if id(module) not in inside and getattr(module, "track_running_stats", False):
-            raise _make_error(
-                f"{name} has running statistics outside of the blocks, and a rank with several stages would "
-                "update them several times",
-                "Use one virtual stage a rank.",
-            )
+    return next(
+        (
+            name
+            for name, module in model.named_modules()
+            if id(module) not in inside and getattr(module, "track_running_stats", False)
+        ),
+        "",
+    )
 
 
 class TracedStage:
     """The stages of one rank alone, for tracing: inputs have the right shape and no values."""
 
-    def __init__(
-        self, model: nn.Module, stage: int, stages: int, schedule: StageSchedule, split: StageSplit
+    def __init__(  # noqa: PLR0913, PLR0917 - position of the rank
+        self,
+        model: nn.Module,
+        stage: int,
+        stages: int,
+        schedule: StageSchedule,
+        split: StageSplit,
+        form: StandInForm,
     ) -> None:
-        block_list = find_block_chain(model)
-        inside = {id(parameter) for parameter in block_list.blocks.parameters()}
-        self.shared = sum(
-            parameter.numel()
-            for parameter in model.parameters()
-            if parameter.requires_grad and id(parameter) not in inside
-        )
-        """Trainable parameters outside of the blocks."""
         self.handed_bytes = 0
-        self.relay, self.dropped = keep_stage(
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.relay, self.dropped, self.absent = keep_stage(
             model,
             stage,
             stages,
             self._receive,
             virtual_stages=schedule.virtual_stages,
             strict=False,
-            layers=split.layers,
+            split=split,
+            form=form,
         )
+        shared = {
+            name: ranks
+            for name, ranks in self.relay.holders.ranks.items()
+            if len(ranks) > 1 and stage in ranks and name in trainable
+        }
+        holders = self.relay.holders.ranks
+        self.outside = sum(sizes[name] for name, ranks in holders.items() if stage in ranks)
+        """Parameters of this rank outside of the blocks."""
+        self.shared = sum(sizes[name] for name in shared)
+        """Trainable parameters of this rank that other stages hold too."""
+        self.shared_stages = max(map(len, shared.values()), default=0)
+        """Stages that hold them, at most."""
         self.split = split
         self._needs_gradient = any(
-            parameter.requires_grad for block in self.dropped for parameter in block.parameters()
+            parameter.requires_grad
+            for parameter in (
+                *self.absent,
+                *(parameter for block in self.dropped for parameter in block.parameters()),
+            )
         )
         self.weight_gradients: WeightGradients | None = None
         """Computes weight gradients after the backward pass; None if the backward pass does."""
@@ -439,9 +534,16 @@ class TracedStage:
         return output
 
     def _receive(self, local: torch.Tensor) -> torch.Tensor:
-        self.handed_bytes = _count_local_bytes(local)
-        received = torch.empty_like(local.detach())
-        return received.requires_grad_(self._needs_gradient or local.requires_grad)
+        mesh, layout = self.relay.tensor_mesh, None
+        received = local.detach()
+        if mesh is None or isinstance(local, DTensor):
+            received = torch.empty_like(received)
+        else:
+            # What is before the blocks was computed from stand-ins, which are not split.
+            received, layout = allocate_part(received, mesh.size())
+        self.handed_bytes = _count_local_bytes(received)
+        received.requires_grad_(self._needs_gradient or local.requires_grad)
+        return wrap_input(received, layout, mesh)
 
 
 def _return_output(output: torch.Tensor) -> torch.Tensor:
@@ -485,6 +587,16 @@ def wrap_input(part: torch.Tensor, layout: StageLayout | None, mesh: Any) -> tor
     return DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
     )
+
+
+def allocate_part(hidden: torch.Tensor, ranks: int) -> tuple[torch.Tensor, StageLayout]:
+    """Return memory for this rank's part of hidden states that ranks split between them, and its layout."""
+    length = hidden.shape[SEQUENCE] if hidden.dim() > SEQUENCE + 1 else 0
+    if not length or length % ranks:
+        return torch.empty_like(hidden), StageLayout(None, 0)
+    shape = list(hidden.shape)
+    shape[SEQUENCE] //= ranks
+    return hidden.new_empty(shape), StageLayout(SEQUENCE, length)
 
 
 def _count_local_bytes(tensor: torch.Tensor) -> int:

@@ -27,7 +27,7 @@ from trimtab.engine.context_parallel import (
 from trimtab.engine.expert_parallel import arrange_experts, find_experts
 from trimtab.engine.expert_rules import refuse_expert_split
 from trimtab.engine.float8 import convert_linear_layers
-from trimtab.engine.fsdp import move_module, shard_model
+from trimtab.engine.fsdp import move_module, refuse_scalars, shard_model
 from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
 from trimtab.engine.gradients import Gradients, LocalGradients, Reducer, StagePass
 from trimtab.engine.in_backward import InBackwardGradients, read_loss
@@ -35,8 +35,14 @@ from trimtab.engine.in_backward_rules import refuse_in_backward
 from trimtab.engine.offload_rules import refuse_state_offload, runs_host_optimizer
 from trimtab.engine.optimizer import choose_implementation, make_optimizers, use_foreach_for_shards
 from trimtab.engine.optimizer_offload import HostGradients, HostOptimizer
-from trimtab.engine.pipeline_stage import StageSchedule, StageSplit, TracedStage, split_model
-from trimtab.engine.precision import autocast_dtype, cast_weights
+from trimtab.engine.pipeline_stage import (
+    StageSchedule,
+    StageSplit,
+    StandInForm,
+    TracedStage,
+    split_model,
+)
+from trimtab.engine.precision import autocast_dtype, cast_weights, torch_dtype
 from trimtab.engine.quantize import quantize_frozen
 from trimtab.engine.recompute import enable_recompute
 from trimtab.engine.stage_balance import SAMPLES
@@ -107,8 +113,8 @@ class ArrangedModel:
     """How ranks split layers between them; None without tensor parallelism."""
     experts: ExpertGroup | None = None
     """Ranks that hold other experts; None without expert parallelism."""
-    stage_note: str = ""
-    """What the balance of pipeline stages is based on, if their time could not be counted."""
+    stage_notes: tuple[str, ...] = ()
+    """What pipeline stages are balanced by, if their time could not be counted, and what all of them hold."""
 
 
 @dataclass(kw_only=True)
@@ -159,7 +165,8 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
     def install_stage(model: nn.Module, split: StageSplit) -> BlockRelay:
         assert stage is not None  # noqa: S101 - called only with a stage
         schedule = StageSchedule(setting.virtual_stages, setting.schedule.splits_backward)
-        stages.append(TracedStage(model, stage, setting.mesh.pp, schedule, split))
+        form = find_stand_in_form(setting, device)
+        stages.append(TracedStage(model, stage, setting.mesh.pp, schedule, split, form))
         return stages[0].relay
 
     arranged = arrange_model(
@@ -235,7 +242,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         follow: computes the loss of a batch on the meta device, to split layers or balance stages.
         expert_modules: names of the modules of experts; without them, they are found by their form.
     """
-    _refuse_combinations(setting)
+    _refuse_combinations(model, setting)
     sharded = strategy_of(setting).is_sharded
     if (wrapping := strategy_of(setting).wrapping) not in ARRANGED:
         raise NotImplementedError(f"arrange_model does not know {wrapping}")
@@ -291,8 +298,14 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         context=context,
         tensor_plan=tensor_plan,
         experts=experts,
-        stage_note=split.note,
+        stage_notes=tuple(filter(None, (split.note, split.held_note))),
     )
+
+
+def find_stand_in_form(setting: Setting, device: Any) -> StandInForm:
+    """Return the form of weights that a rank of a pipeline does not hold: FSDP gathers others in 16 bits."""
+    cast = setting.dtypes.autocast if strategy_of(setting).is_sharded else None
+    return StandInForm(device, None if cast is None else torch_dtype(cast))
 
 
 def find_stage_split(
@@ -336,8 +349,11 @@ def make_meta_loss(job: Any, setting: Setting) -> Callable[[nn.Module], Any] | N
     return compute_meta_loss
 
 
-def _refuse_combinations(setting: Setting) -> None:
-    """Raise if parts of a setting do not go together."""
+def _refuse_combinations(model: nn.Module, setting: Setting) -> None:
+    """Raise if parts of a setting do not go together, or not with the model."""
+    if strategy_of(setting).is_sharded:
+        # On all ranks, before each of them has a part of the model.
+        refuse_scalars(model, setting)
     refuse_state_offload(setting)
     _refuse_eager_budget(setting)
     refuse_tensor_split(setting)

@@ -10,6 +10,7 @@ layer, and those are column layers.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -117,12 +118,27 @@ def find_tensor_plan(
         raise _refuse(
             tp,
             "no layer can be split: there is no linear layer whose input comes from other linear layers only "
-            "through elementwise operations or attention",
+            f"through elementwise operations or attention{_describe_other_layers(model)}",
             "Use tp 1 with fsdp, which splits any model.",
         )
     _check_widths(plan, layers, {} if flow is None else flow.heads)
     _place_vocabulary(plan, layers, flow, failure)
     return plan
+
+
+def _describe_other_layers(model: nn.Module) -> str:
+    """Return a clause on layers that multiply by a weight and are no nn.Linear, as Conv1D of GPT-2; or ''."""
+    kinds = Counter(
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, nn.Linear | nn.Embedding)
+        for name, weight in module.named_parameters(recurse=False)
+        if name == "weight" and weight.dim() > 1
+    )
+    if not kinds:
+        return ""
+    kind, count = kinds.most_common(1)[0]
+    return f"; trimtab splits nn.Linear layers only, and the model has {plural(count, f'{kind} layer')}"
 
 
 def _refuse(tp: int, found: str, cure: str) -> WrongUse:

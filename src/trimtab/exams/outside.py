@@ -2,24 +2,27 @@
 
 The rows are in outside.csv, with the file that each was read from; outside.toml has the sources, their
 trainers and their models. A third of each source's rows is not here: it was kept back to check predictions.
-Rows of decoders on many GPUs are predicted by the formulas of `trimtab layouts`.
+Rows of decoders on many GPUs are predicted by the formulas of `trimtab layouts`. Rows of fine-tuning on one
+GPU or few are replayed as jobs (`trimtab.exams.replays`); replays.json has what that predicted last.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import statistics
-import tomllib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from trimtab.catalog.clusters import parse_cluster, with_network
 from trimtab.catalog.facts import facts_of
 from trimtab.errors import WrongUse, find_nearest
+from trimtab.exams.outside_facts import JobPrediction, OutsideRow, read_facts
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.communication import find_links
 from trimtab.predict.decoder import FLASH, BlockKernels, Float8
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from trimtab.spec import Device
 
 PER_NODE = 8
+WORKERS = 2
 FLASH_SHARES = {"flash1": 0.345, "flash2": 0.6}
 """Share of the 16-bit peak of an A100 that FlashAttention reaches with long sequences, by its version. Its
 authors published 25 to 40 % and 50 to 73 % (arXiv 2307.08691)."""
@@ -50,44 +54,6 @@ UNSTATED = "memory of a kind that the source does not state"
 STEP, FAR_STEP, VERDICT = "step, one node", "step, several nodes", "out of memory"
 
 
-class OutsideRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row of outside.csv; empty cells are left out."""
-
-    source: str
-    path: str
-    gpu: str
-    gpus: int
-    model: str
-    layers: int = 0
-    """Of a model that was cut; 0: all."""
-    sequence: int = 0
-    micro_batch: int = 0
-    global_batch: int = 0
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    virtual: int = 1
-    """Parts of the model on each pipeline stage."""
-    ep: int = 1
-    dp: int = 1
-    shards: int = 0
-    """Data-parallel ranks that share weights or states; 0: all."""
-    recompute: str = "none"
-    precision: str = ""
-    trainer: str = ""
-    step_s: float | None = None
-    allocated_gib: float | None = None
-    active_gib: float | None = None
-    reserved_gib: float | None = None
-    process_gib: float | None = None
-    unstated_gib: float | None = None
-    out_of_memory: bool = False
-    rival_step_s: float | None = None
-    rival_allocated_gib: float | None = None
-    reason: str = ""
-    """Key of the reason for which the row is not replayed; empty: it is."""
-
-
 class OutsideAnswer(Noun, frozen=True, kw_only=True):
     """A row with its measured and predicted figures."""
 
@@ -100,6 +66,11 @@ class OutsideAnswer(Noun, frozen=True, kw_only=True):
     predicted: dict[str, float]
     rivals: dict[str, float] = {}
     """What the source itself predicted."""
+    check: bool = False
+    is_job: bool = False
+    """Whether the row was replayed as a job."""
+    fits: bool = True
+    """Whether the prediction is below the memory of the GPU."""
 
 
 class OutsideScore(Noun, frozen=True, kw_only=True):
@@ -115,6 +86,10 @@ class OutsideScore(Noun, frozen=True, kw_only=True):
     worst: float | None = None
     right: int | None = None
     """Verdicts that were right."""
+    check_rows: int = 0
+    """Rows that were compared with no prediction while the rules were made."""
+    check_mean: float | None = None
+    """Mean of their absolute relative errors."""
     rival: str = ""
     """What the source, or the authors of its simulator, reached."""
 
@@ -131,13 +106,11 @@ class OutsideResult(Noun, frozen=True, kw_only=True):
     """Replayed rows of each source whose memory is of no stated kind."""
     fitted: dict[str, dict[str, float]]
     """Number that was fitted for a source, by name."""
+    jobs: int = 0
+    """Rows that were replayed as jobs."""
+    false_alarms: int = 0
+    """Such rows that ran although they are predicted not to fit."""
     answers: tuple[OutsideAnswer, ...] = ()
-
-
-@cache
-def read_facts() -> dict[str, Any]:
-    """Return the sources, trainers, devices and models of the rows."""
-    return tomllib.loads(files("trimtab.exams").joinpath("outside.toml").read_text(encoding="utf-8"))
 
 
 @cache
@@ -237,40 +210,95 @@ def make_layout(row: OutsideRow) -> DecoderLayout:
     )
 
 
+@cache
+def read_replays() -> dict[str, JobPrediction]:
+    """Return the recorded predictions of replayed jobs by the keys of their rows."""
+    text = files("trimtab.exams").joinpath("replays.json").read_text(encoding="utf-8")
+    return msgspec.convert(json.loads(text), dict[str, JobPrediction])
+
+
+def answer_job(
+    row: OutsideRow, *, replay: bool = False, cached: bool = True, fitted: bool = True
+) -> OutsideAnswer:
+    """Return what was predicted for the job of a row, or predict it again.
+
+    Steps take longer by the source's efficiency, unless they shall not be `fitted`.
+    """
+    if replay or row.key not in read_replays():
+        from trimtab.exams.replays import replay_row
+
+        known = replay_row(row, cached=cached)
+    else:
+        known = read_replays()[row.key]
+    fits = known.process_bytes <= known.capacity_bytes
+    rate = read_facts()["source"][row.source].get("efficiency", 1.0) if fitted else 1.0
+    predicted = {
+        STEP: known.step_s and known.step_s / rate,
+        "allocated": known.allocated_bytes / GIB,
+        "active": known.allocated_bytes / GIB,
+        "reserved": known.reserved_bytes / GIB,
+        "process": known.process_bytes / GIB,
+        VERDICT: float(not fits),
+    }
+    return _compare_row(row, predicted, STEP).replace(fits=fits)
+
+
 def answer_row(row: OutsideRow, *, fitted: bool = True) -> OutsideAnswer:
     """Predict the figures that a row has; unless `fitted`, with nothing that was fitted for its source."""
+    if row.is_job:
+        return answer_job(row)
     device, estimator = _find_machines(row, fitted=fitted)
     layout = make_layout(row)
     memory = estimator.estimate_memory(layout).total
     reserved = memory * RESERVED
     step = STEP if row.gpus <= PER_NODE else FAR_STEP
-    known = {
+    known: dict[str, float | None] = {
         step: estimator.estimate_time(layout).total_s,
         "allocated": memory / GIB,
         "active": memory / GIB,
         "reserved": reserved / GIB,
         VERDICT: float(reserved + facts_of(device).memory.sharded_context_bytes > device.memory_bytes),
     }
+    return _compare_row(row, known, step)
+
+
+def _compare_row(row: OutsideRow, known: dict[str, float | None], step: str) -> OutsideAnswer:
+    """Return the figures that a row has and that are predicted."""
     measured = {step: row.step_s, **{kind: getattr(row, f"{kind}_gib") for kind in MEMORY}}
     measured[VERDICT] = 1.0 if row.out_of_memory else None
     rivals = {step: row.rival_step_s, "allocated": row.rival_allocated_gib}
-    figures = {name: value for name, value in measured.items() if value is not None and name in known}
-    degrees = " ".join(f"{name}{getattr(row, name)}" for name in ("tp", "cp", "pp", "ep", "dp"))
+    predicted = {name: value for name, value in known.items() if value is not None}
+    figures = {name: value for name, value in measured.items() if value is not None and name in predicted}
+    if row.is_job:
+        words = [row.strategy, row.base, f"lora{row.lora}" if row.lora else "", row.recompute, row.optimizer]
+        degrees = " ".join(word for word in words if word)
+    else:
+        degrees = " ".join(f"{name}{getattr(row, name)}" for name in ("tp", "cp", "pp", "ep", "dp"))
     batch = f"{row.sequence}x{row.micro_batch} of {row.global_batch}"
     return OutsideAnswer(
         source=row.source,
         path=row.path,
         row=f"{row.gpus}x{row.gpu} {row.model} {batch} {degrees}",
         measured=figures,
-        predicted={name: known[name] for name in figures},
+        predicted={name: predicted[name] for name in figures},
         rivals={name: value for name, value in rivals.items() if value is not None},
+        check=row.check,
+        is_job=row.is_job,
     )
 
 
 def run_outside(
-    source: str | None = None, *, done: Callable[[str, int], None] = lambda *_: None
+    source: str | None = None,
+    *,
+    replay: bool = False,
+    cached: bool = True,
+    done: Callable[[str, int], None] = lambda *_: None,
 ) -> OutsideResult:
-    """Predict the rows of a source, or of all; `done` is called with each source and its number of rows."""
+    """Predict the rows of a source, or of all; `done` is called with each source and its number of rows.
+
+    Jobs have recorded predictions. With `replay` they are traced and predicted again, from cached traces if
+    `cached`; that takes about ten seconds for each.
+    """
     names = list(dict.fromkeys(row.source for row in read_rows()))
     if source is not None and source not in names:
         near = find_nearest(source, names)
@@ -282,10 +310,16 @@ def run_outside(
     chosen = [source] if source else names
     rows = [row for row in read_rows() if row.source in chosen]
     answers: list[OutsideAnswer] = []
-    for name in chosen:
-        found = [answer_row(row) for row in rows if row.source == name and not row.reason]
-        answers += found
-        done(name, len(found))
+
+    def answer(row: OutsideRow) -> OutsideAnswer:
+        return answer_job(row, replay=replay, cached=cached) if row.is_job else answer_row(row)
+
+    with ThreadPoolExecutor(WORKERS if replay else 1) as pool:
+        for name in chosen:
+            own = list(pool.map(answer, (row for row in rows if row.source == name and not row.reason)))
+            answers += own
+            done(name, len(own))
+    jobs = [answer for answer in answers if answer.is_job]
     reasons, sources = read_facts()["reason"], read_facts()["source"]
     left_out = {
         name: dict(Counter(reasons[row.reason] for row in rows if row.source == name and row.reason))
@@ -303,6 +337,8 @@ def run_outside(
             for name in chosen
             if sources[name].keys() & {"efficiency", "host"}
         },
+        jobs=len(jobs),
+        false_alarms=sum(not answer.fits and VERDICT not in answer.measured for answer in jobs),
         answers=tuple(answers),
     )
 
@@ -310,11 +346,12 @@ def run_outside(
 def compare_devices() -> dict[str, dict[str, tuple[int, float]]]:
     """Return how long published steps took over what is predicted with nothing fitted.
 
-    By device of the catalogue and source: the rows, and the median of measured over predicted time.
+    By device of the catalogue and source: the rows, and the median of measured over predicted time. Rows that
+    are replayed as jobs are not counted: most train adapters only.
     """
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in read_rows():
-        if row.reason or row.step_s is None or row.gpu in read_facts()["device"]:
+        if row.reason or row.is_job or row.step_s is None or row.gpu in read_facts()["device"]:
             continue
         device = _find_machines(row, fitted=False).device.model or row.gpu
         predicted = answer_row(row, fitted=False).predicted
@@ -339,6 +376,7 @@ def score_source(source: str, answers: Iterable[OutsideAnswer]) -> list[OutsideS
             scores.append(OutsideScore(source=source, figure=figure, rows=len(rows), right=right))
             continue
         errors = [answer.predicted[figure] / answer.measured[figure] - 1 for answer in rows]
+        checked = [abs(error) for error, answer in zip(errors, rows, strict=True) if answer.check]
         scores.append(
             OutsideScore(
                 source=source,
@@ -347,6 +385,8 @@ def score_source(source: str, answers: Iterable[OutsideAnswer]) -> list[OutsideS
                 mean=statistics.mean(map(abs, errors)),
                 median=statistics.median(errors),
                 worst=max(map(abs, errors)),
+                check_rows=len(checked),
+                check_mean=statistics.mean(checked) if checked else None,
                 rival=_describe_rival(source, figure, rows),
             )
         )

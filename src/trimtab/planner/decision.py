@@ -27,6 +27,7 @@ from trimtab.planner.search import (
     SearchResult,
     compute_run_s,
     end_splits,
+    ignore_notice,
     is_late,
     search_space,
 )
@@ -69,7 +70,7 @@ def choose_plan(
     estimator: Estimator,
     fingerprints: dict[str, str] | None = None,
     *,
-    notice: Notice = lambda _: None,
+    notice: Notice = ignore_notice,
 ) -> Plan:
     """Return the plan; if nothing fits, raise an error that names the nearest changes that would fit.
 
@@ -114,7 +115,7 @@ def choose_plan(
 
 
 def choose_among(
-    space: Space, question: PlanQuestion, estimator: Estimator, *, notice: Notice = lambda _: None
+    space: Space, question: PlanQuestion, estimator: Estimator, *, notice: Notice = ignore_notice
 ) -> Plan | TrimtabError | None:
     """Return the plan with the best setting of a space; None if none fits, an error if none was estimated.
 
@@ -376,7 +377,7 @@ def _restrict_counts(space: Space, counts: tuple[int, ...]) -> Space:
 
 
 def _search_fitting(
-    space: Space, estimator: Estimator, mixed: list[Evaluation], notice: Notice = lambda _: None
+    space: Space, estimator: Estimator, mixed: list[Evaluation], notice: Notice = ignore_notice
 ) -> SearchResult:
     """Return the best that fits; if nothing fits, the best that fits by releasing cached blocks."""
     result = _search_in_time(space, estimator, mixed, notice)

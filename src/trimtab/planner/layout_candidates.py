@@ -29,7 +29,7 @@ from trimtab.strategies import STRATEGIES
 from trimtab.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from trimtab.planner.decision import PlanQuestion
     from trimtab.planner.layouts import RankedLayout
@@ -84,12 +84,21 @@ class LayoutProposal:
         return self.runnable[0] if self.runnable else self.study.search.best_by_mesh()[0]
 
 
-def propose_layouts(question: PlanQuestion, overrides: Mapping[str, Any]) -> LayoutProposal | None:
-    """Return the layouts to plan with; None if data parallelism is as good, or formulas cannot tell."""
+def propose_layouts(
+    question: PlanQuestion,
+    overrides: Mapping[str, Any],
+    *,
+    notice: Callable[[RankedLayout], None] = lambda _: None,
+) -> LayoutProposal | None:
+    """Return the layouts to plan with; None if data parallelism is as good, or formulas cannot tell.
+
+    `notice` is called with the best by formulas, which is known long before anything is traced.
+    """
     study = _study_question(question, overrides)
     if study is None or not study.search.found:
         return None
     runnable = _put_simplest_first(list(_list_runnable(study)))
+    notice(runnable[0] if runnable else study.search.best_by_mesh()[0])
     alone_s = _find_data_parallel_s(study)
     if alone_s is not None:
         best_s = runnable[0].time.total_s if runnable else alone_s

@@ -58,8 +58,8 @@ PRECISION_NOTE = (
 OPTIMIZER_NOTE = "data-parallel ranks share the states of the optimizer (Megatron-LM's distributed optimizer)"
 STAGES_NOTE = "with pipeline stages, weights stay gathered between micro-batches"
 OWN_STAGES_NOTE = (
-    "pipeline stages gather weights in every pass, and each has the embedding and the head; steps that split "
-    "layers, sequences, experts or stages are not compiled"
+    "pipeline stages gather weights in every pass; the first has the embedding, the last has the head; steps "
+    "that split layers, sequences, experts or stages are not compiled"
 )
 RUNNERS_UP = 5
 LOADERS = 4

@@ -43,6 +43,12 @@ RECOMPUTES = (
 """Ways of recomputing, the one that repeats least first; then budgets of the compiler, which are pinned."""
 
 Notice = Callable[["Evaluation"], None]
+
+
+def ignore_notice(_: Evaluation) -> None:
+    """Do nothing with a setting that is better than all before it."""
+
+
 Value = tuple[float, ...]
 """The objective's value of a setting; smaller is better."""
 
@@ -55,6 +61,8 @@ class Evaluation:
     layout: Layout
     estimate: Estimate
     allowed_bytes: int
+    least_s: float | None = None
+    """Lower bound on the step time of all settings, when this one was noticed; None if it is not known."""
 
     @property
     def fits(self) -> bool:
@@ -161,7 +169,7 @@ def search_space(
     *,
     known: Iterable[Evaluation] = (),
     margin: float | None = None,
-    notice: Notice = lambda _: None,
+    notice: Notice = ignore_notice,
 ) -> SearchResult:
     """Return the best setting that fits, with all that was estimated and refused.
 
@@ -262,6 +270,8 @@ class _Search:
         self.spare_splits: list[tuple[Family, BatchSplit]] = []
         """Other splits of those families, to fill up the runners-up."""
         self.last_failure: TrimtabError | None = None
+        self.noticed: tuple[Value, tuple[int, ...]] | None = None
+        """The best setting that was noticed."""
         self.plainest = _pick_plainest(space.families)
 
     def run(self, known: Iterable[Evaluation]) -> SearchResult:
@@ -399,7 +409,7 @@ class _Search:
         if family not in self.evaluated_families:
             self.evaluated_families.add(family)
             if self.result.best is None:
-                self._prepare(family)
+                self._prepare(family, split)
         seen = self._get_estimate(family, split)
         if seen is None:
             self._record_failure(family)
@@ -455,8 +465,11 @@ class _Search:
         lacking = len(self.result.runners_up) < RUNNERS_UP
         return lacking and not alone and self.estimator.has_traces(family.setting(split), family.layout)
 
-    def _prepare(self, family: Family) -> None:
-        """Trace a family, then the others with the same recompute mode: together they cost little more."""
+    def _prepare(self, family: Family, split: BatchSplit) -> None:
+        """Trace a family, then the others with the same recompute mode: together they cost little more.
+
+        If nothing is known yet, `split` of the family is estimated in between, as a first answer.
+        """
         largest: dict[str, Family] = {}
         if family.recompute not in self.prepared:
             self.prepared.add(family.recompute)
@@ -469,6 +482,8 @@ class _Search:
                     if known is None or other.layout.gpus > known.layout.gpus:
                         largest[other.strategy] = other
         self._prepare_families([family])
+        if not self.known:
+            self._get_estimate(family, split)
         # The static memory is known now, so families that are too large are not traced.
         self._prepare_families(
             [other for other in largest.values() if self._can_fit(other) and self._can_win(other)]
@@ -527,7 +542,29 @@ class _Search:
                 break
         assert best is not None  # noqa: S101 - there is an allocator
         self.result.evaluations.append(best)
+        self._notice_better(best)
         return best
+
+    def _notice_better(self, seen: Evaluation) -> None:
+        """Call `notice` with a setting that fits if it is better than all before it."""
+        if self.notice is ignore_notice or not seen.fits or self._is_late(seen):
+            return
+        value = objective_value(seen.setting, seen.estimate.step_s, self.policy.objective)
+        rank = value, tie_break_key(seen.setting)
+        if self.noticed is None or rank < self.noticed:
+            self.noticed = rank
+            self.notice(replace(seen, least_s=self._least_s()))
+
+    def _least_s(self) -> float | None:
+        """Return a lower bound on the step time of all settings, from stored times; None if there is none."""
+        if self.policy.objective is not Objective.SPEED:
+            return None
+        bounds = [
+            self.estimator.cached_bound(family.setting(split), family.layout).step_s
+            for family in self.space.families
+            for split in end_splits(family.splits)
+        ]
+        return min((bound or 0.0 for bound in bounds), default=0.0) or None
 
     def _count_failure(self, error: TrimtabError) -> None:
         many, first = self.result.failed.get(error.found, (0, error))
@@ -619,6 +656,5 @@ class _Search:
         value = objective_value(seen.setting, seen.estimate.step_s, self.policy.objective)
         entry: Entry = (value, False, tie_break_key(seen.setting), next(self.numbers), family, (0, 0), seen)
         heapq.heappush(self.heap, entry)
-        if all(entry < other for other in self.known):
-            self.notice(seen)
+        self._notice_better(seen)
         self.known.append(entry)

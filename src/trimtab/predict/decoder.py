@@ -92,7 +92,12 @@ class RankShare:
     @property
     def own_tokens(self) -> int:
         """Tokens of which a rank has the hidden states between the blocks."""
-        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+        return self.tokens // self.gathered_from
+
+    @property
+    def gathered_from(self) -> int:
+        """Ranks from which the tokens of a matrix product are gathered."""
+        return self.tp if self.sequence_parallel else 1
 
 
 class BlockPass(NamedTuple):
@@ -153,23 +158,32 @@ def list_linear(  # noqa: PLR0913 - sizes
     *,
     biased: bool = False,
     float8: Float8 = Float8.NONE,
+    gathered: tuple[int, int] = (1, 1),
 ) -> BlockPass:
-    """Return a linear layer: backward, a product for the input's gradient and one for the weight's."""
+    """Return a linear layer: backward, a product for the input's gradient and one for the weight's.
+
+    Its inputs, and the gradients of its outputs, are gathered from so many ranks.
+    """
     if float8 is not Float8.NONE:
-        return _list_float8_linear(rows, columns, inner, make, float8)
+        return _list_float8_linear((rows, columns, inner), make, float8, gathered)
     backward = [make.product(rows, inner, columns), make.product(columns, inner, rows)]
     if biased:
         backward.append(make.pointwise("aten::sum", rows * columns, columns, columns, kind="reduction"))
     return BlockPass((make.product(rows, columns, inner, biased=biased),), tuple(backward))
 
 
-def _list_float8_linear(rows: int, columns: int, inner: int, make: _Operations, scales: Float8) -> BlockPass:
+def _list_float8_linear(
+    sizes: tuple[int, int, int], make: _Operations, scales: Float8, gathered: tuple[int, int]
+) -> BlockPass:
     """Return a linear layer in 8 bits, with the kernels that scale and cast its inputs (torchao, compiled).
 
-    A scale of a whole tensor needs its maximum first, so its numbers are read twice. Scales of rows need one
-    pass, but every product needs them along its own inner axis, so each tensor is cast twice. Fused casts
-    write both orders of a tensor at once, and weights are cast once for all micro-batches.
+    A scale of a whole tensor needs its maximum first, so its numbers are read twice. With such a scale, a
+    rank casts its own part of weights, inputs and gradients before they are gathered; its part of the weights
+    is small. Scales of rows need one pass, but every product needs them along its own inner axis, so each
+    tensor is cast twice, after it was gathered. Fused casts write both orders of a tensor at once, and
+    weights are cast once for all micro-batches.
     """
+    rows, columns, inner = sizes
     small = _Operations("float8_e4m3fn", "aten::_scaled_mm" + " by row" * (scales is Float8.ROW))
 
     def cast(count: int, last: int) -> list[Work]:
@@ -184,10 +198,12 @@ def _list_float8_linear(rows: int, columns: int, inner: int, make: _Operations, 
         gradients = make.pointwise("aten::_to_copy", rows * columns, rows * columns, columns)
         products = small.product(rows, inner, columns), small.product(columns, inner, rows)
         return BlockPass((inputs, small.product(rows, columns, inner)), (gradients, *products))
-    weight = cast(columns * inner, inner)
-    forward = [*cast(rows * inner, inner), *weight, small.product(rows, columns, inner)]
-    backward = [*cast(rows * columns, columns), small.product(rows, inner, columns)]
-    if scales is Float8.ROW:
+    is_row = scales is Float8.ROW
+    weight = cast(columns * inner, inner) if is_row else []
+    inputs_from, gradients_from = (1, 1) if is_row else gathered
+    forward = [*cast(rows * inner // inputs_from, inner), *weight, small.product(rows, columns, inner)]
+    backward = [*cast(rows * columns // gradients_from, columns), small.product(rows, inner, columns)]
+    if is_row:
         backward += [*weight, *cast(rows * columns, columns), *cast(rows * inner, inner)]
     else:
         turned = [make.pointwise("aten::clone", rows * inner // 2, rows * inner // 2, inner)]
@@ -374,9 +390,19 @@ def _list_dense(shape: DecoderShape, share: RankShare, hidden: int, make: _Opera
             (make.pointwise("aten::gelu_backward", moved, wide * rows * hidden, hidden),),
         )
     return [
-        list_linear(rows, wide * hidden, width, make, biased=shape.biased, float8=float8),
+        list_linear(
+            rows,
+            wide * hidden,
+            width,
+            make,
+            biased=shape.biased,
+            float8=float8,
+            gathered=(share.gathered_from, 1),
+        ),
         activation,
-        list_linear(rows, width, hidden, make, biased=shape.biased, float8=float8),
+        list_linear(
+            rows, width, hidden, make, biased=shape.biased, float8=float8, gathered=(1, share.gathered_from)
+        ),
     ]
 
 
@@ -402,7 +428,15 @@ def list_projections(shape: DecoderShape, share: RankShare, make: _Operations) -
     queries = shape.heads // share.tp * shape.head_size
     if not shape.key_value_rank:
         columns = queries + max(1, shape.key_value_heads // share.tp) * (shape.head_size + shape.values)
-        return list_linear(share.tokens, columns, shape.width, make, biased=shape.biased, float8=float8)
+        return list_linear(
+            share.tokens,
+            columns,
+            shape.width,
+            make,
+            biased=shape.biased,
+            float8=float8,
+            gathered=(share.gathered_from, 1),
+        )
     # Ranks compress the tokens that they have between blocks, and expand those of all for their own heads.
     compressed = shape.key_value_rank + shape.rope_size
     expanded = shape.expanded_columns // share.tp
@@ -434,6 +468,7 @@ def list_block(shape: DecoderShape, share: RankShare, *, dense: bool = False) ->
                 make,
                 biased=shape.biased,
                 float8=share.kernels.float8,
+                gathered=(1, share.gathered_from),
             ),
             list_residual(shape, share, make),
             list_norm(shape, share, make),

@@ -180,8 +180,11 @@ def _describe_pipeline(trace: Trace, setting: Setting, timed: dict[str, Any]) ->
     strategy = strategy_of(setting)
     if not strategy.has_schedule or not trace.stage_layers:
         return None
+    first, *_, last = sorted(trace.ranks, key=lambda rank: rank.part)
     return PipelineEstimate(
         layers=trace.stage_layers,
+        first_outside=first.outside,
+        last_outside=last.outside,
         held_micro_batches=tuple(
             strategy.held_micro_batches(setting, rank) for rank in range(setting.mesh.pp)
         ),

@@ -35,6 +35,7 @@ from trimtab.predict.decoder import (
 from trimtab.predict.step_time import ARITHMETIC_KINDS
 from trimtab.spec import Work
 from trimtab.spec.precision import DTYPE_BYTES
+from trimtab.strategies.stage_split import BlockWork, balance_stages
 
 if TYPE_CHECKING:
     from trimtab.predict.op_time import Pace
@@ -104,8 +105,8 @@ class DecoderLayout:
     """Whether gathered weights are copied out of a buffer, and gradients into one, as FSDP2 does; others
     gather into the weights themselves."""
     relayed: bool = False
-    """Whether stages are trimtab's: each has the embedding and the head, and gathers weights in every pass;
-    else weights stay gathered between micro-batches."""
+    """Whether stages are trimtab's: they are balanced by time, and gather weights in every pass; else weights
+    stay gathered between micro-batches."""
     kernels: BlockKernels = FUSED_KERNELS
     dtype: str = "bfloat16"
     gradients: str = "float32"
@@ -262,19 +263,29 @@ class LayoutEstimator:
         experts = blocks * shape.experts * shape.expert_weights
         experts //= layout.ep if layout.ep > 1 else layout.tp
         ends = (stage == 0) + (stage == layout.pp - 1 and not (shape.tied and layout.pp == 1))
-        if layout.relayed:
-            ends = 1 if shape.tied else 2
         return dense, experts, ends * shape.table_weights // layout.tp
 
     def count_kinds(self, layout: DecoderLayout, stage: int) -> tuple[int, int]:
         """Return the first blocks without experts of a stage, and its other blocks."""
-        return self._kinds(layout.pp)[stage]
+        ends = self._weigh_ends(layout) if layout.relayed and layout.pp > 1 else None
+        return self._kinds(layout.pp, ends)[stage]
 
-    def _list_kinds(self, stages: int) -> list[tuple[int, int]]:
+    def _weigh_ends(self, layout: DecoderLayout) -> tuple[float, float]:
+        """Return how many blocks take as long as the embedding, and as the head with the loss."""
+        block = self._block_s(layout.share, layout.recompute).device_s
+        first, last = self._ends_s(layout.share)
+        return round(first.device_s / block, 1), round(last.device_s / block, 1)
+
+    def _list_kinds(self, stages: int, ends: tuple[float, float] | None) -> list[tuple[int, int]]:
         kinds, before = [], 0
-        each, more = divmod(self.shape.layers, stages)
-        for stage in range(stages):
-            own = each + (1 <= stage <= more if more < stages - 1 else stage < more)
+        layers = self.shape.layers
+        each, more = divmod(layers, stages)
+        counts = [
+            each + (1 <= stage <= more if more < stages - 1 else stage < more) for stage in range(stages)
+        ]
+        if ends is not None:
+            counts = [*balance_stages(BlockWork(ends[0], (1.0,) * layers, ends[1]), stages)]
+        for own in counts:
             plain = min(own, max(0, self.shape.dense_layers - before))
             kinds.append((plain, own - plain))
             before += own
@@ -284,7 +295,8 @@ class LayoutEstimator:
         """Return the layers of a stage.
 
         Where they do not divide, stages in the middle have one more, because the first has the embedding and
-        the last the head: 126 layers on 16 stages are 7 on the first and the last, and 8 on the others.
+        the last the head: 126 layers on 16 stages are 7 on the first and the last, and 8 on the others. Those
+        of trimtab follow from the time of embedding and head.
         """
         return sum(self.count_kinds(layout, stage))
 
@@ -397,8 +409,8 @@ class LayoutEstimator:
         gathered = size // width if share.kernels.float8 is Float8.TENSOR else size
         seconds += gathers * links.all_gather_s(gathered, share.tp)
         seconds += scatters * links.reduce_scatter_s(size, share.tp)
-        if share.overlaps_tp:
-            # Only the first part of each is waited for.
+        if share.overlaps_tp and share.kernels.float8 is not Float8.ROW:
+            # Only the first part of each is waited for. Products with scales of rows are not split so.
             seconds /= share.tp
         passes = 2 + recompute
         if share.cp > 1:
@@ -545,12 +557,12 @@ class LayoutEstimator:
 
     def _tied_s(self, layout: DecoderLayout) -> float:
         """Return the seconds of summing the gradients of tables that several stages have."""
-        if layout.pp == 1 or not (self.shape.tied or layout.relayed):
+        if layout.pp == 1 or not self.shape.tied:
             return 0.0
-        if layout.relayed:
-            size = self.count_weights(layout, 0)[2] * DTYPE_BYTES[layout.gradients] // layout.shards
-            return self.links.all_reduce_s(size, layout.pp, apart=layout.gpus // layout.pp)
         size = self.shape.table_weights // layout.tp * DTYPE_BYTES[layout.gradients]
+        if layout.relayed:
+            # They are shards by then.
+            size //= layout.shards
         return self.links.all_reduce_s(size, 2, apart=layout.gpus // layout.pp * (layout.pp - 1))
 
     def _count_updated(self, layout: DecoderLayout) -> int:

@@ -77,10 +77,19 @@ class PipelineEstimate(Noun, frozen=True, kw_only=True):
     """The most micro-batches whose activations each rank holds at a time."""
     bubble_share: float | None = None
     """Share of the step in which the slowest rank waits for others that compute; None without a step time."""
+    first_outside: int | None = None
+    """Parameters outside of the layers on the first rank, such as the embedding; None if unknown."""
+    last_outside: int | None = None
+    """Parameters outside of the layers on the last rank, such as the head; None if unknown."""
 
     def faults(self) -> list[str]:
-        """Check that there are layers and ranks, and that the share is one."""
-        wrong = check_minimum(0, bubble_share=self.bubble_share)
+        """Check that there are layers and ranks, and that no number is negative."""
+        wrong = check_minimum(
+            0,
+            bubble_share=self.bubble_share,
+            first_outside=self.first_outside,
+            last_outside=self.last_outside,
+        )
         if not self.layers or not self.held_micro_batches or len(self.layers) % len(self.held_micro_batches):
             wrong.append("the stages are no multiple of the ranks")
         return wrong

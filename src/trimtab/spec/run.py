@@ -58,6 +58,8 @@ class IncidentKind(StrEnum):
     MICRO_BATCH = "micro-batch"
     """The micro-batch changed between two steps; the global batch did not."""
     COMPILE = "compile"
+    PIPELINE = "pipeline"
+    """What stages are balanced by, or what all of them hold, if trimtab could not follow the loss."""
     STAGE = "stage"
     """A stage of a curriculum started with the weights of the previous one, or ended."""
     FAILED = "failed"

@@ -157,8 +157,12 @@ class Trace(Noun, frozen=True, kw_only=True):
     """Blocks of each stage of a pipeline, on all ranks; empty if it is no pipeline."""
     block_work: tuple[float, ...] = ()
     """Shares of the time of a micro-batch in a pipeline: before the blocks, of each block, and after them."""
+    outside: int = 0
+    """Parameters (elements) that a pipeline rank holds outside of the blocks, before they are sharded."""
     shared: int = 0
-    """Trainable parameters (elements) that all stages of a pipeline hold."""
+    """Trainable parameters (elements) of a pipeline rank that other stages hold too, as a tied embedding."""
+    shared_stages: int = 0
+    """Number of stages that hold these, at most."""
     pinned_sizes: tuple[int, ...] = ()
     """Bytes of each offloaded weight and gradient in pinned memory of the host, in the order of weights."""
     host_state_bytes: int = 0

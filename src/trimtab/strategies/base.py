@@ -139,12 +139,13 @@ class Traffic:
 
     def collectives(self, *, statistics: bool = False) -> list[Work]:
         """List the traced collectives: those of synchronised BatchNorm, or all others but those in layers."""
-        works = (self.trace.works[number] for number in self.trace.sequence)
-        return [
-            work
-            for work in works
-            if (work.op.startswith(STATISTICS) if statistics else _is_plain_collective(work))
-        ]
+        return self._list_works(_is_statistics if statistics else _is_plain_collective)
+
+    def _list_works(self, is_chosen: Callable[[Work], bool]) -> list[Work]:
+        """List the traced operations that are chosen, in order; each different one is judged once."""
+        works = self.trace.works
+        chosen = [is_chosen(work) for work in works]
+        return [works[number] for number in self.trace.sequence if chosen[number]]
 
     def within_layers_s(self) -> float:
         """Return the seconds for which ranks that split layers between them wait for each other.
@@ -154,10 +155,8 @@ class Traffic:
         ranks = self.setting.mesh.tp
         if ranks == 1:
             return 0.0
-        works = (self.trace.works[number] for number in self.trace.sequence)
-        once = sum(
-            self._within_layer_s(work, ranks) for work in works if work.op.startswith(TENSOR_PARALLEL_OPS)
-        )
+        works = self._list_works(lambda work: work.op.startswith(TENSOR_PARALLEL_OPS))
+        once = sum(self._within_layer_s(work, ranks) for work in works)
         return self.setting.accumulation * once
 
     def _within_layer_s(self, work: Work, ranks: int) -> float:
@@ -177,12 +176,8 @@ class Traffic:
 
         Ranks with different experts are neighbours.
         """
-        works = (self.trace.works[number] for number in self.trace.sequence)
-        once = sum(
-            self.links.all_to_all_s(work.read_bytes, self.setting.mesh.ep)
-            for work in works
-            if work.op.startswith(EXPERTS)
-        )
+        works = self._list_works(lambda work: work.op.startswith(EXPERTS))
+        once = sum(self.links.all_to_all_s(work.read_bytes, self.setting.mesh.ep) for work in works)
         return self.setting.accumulation * once
 
     def statistics_s(self) -> float:
@@ -196,6 +191,10 @@ class Traffic:
             for work in self.collectives(statistics=True)
         )
         return self.setting.accumulation * once
+
+
+def _is_statistics(work: Work) -> bool:
+    return work.op.startswith(STATISTICS)
 
 
 def _is_plain_collective(work: Work) -> bool:

@@ -215,14 +215,14 @@ class PipelineStrategy(ParallelStrategy):
         return Waits(max(0.0, alone.total_s - alone.busy_s[rank]), max(0.0, sent.total_s - alone.total_s))
 
     def exposed_s(self, traffic: Traffic) -> float:
-        """Return the seconds of summing gradients: those of the layers by copies, all others by all ranks.
+        """Return the seconds of summing gradients: by copies, and over the stages that hold the same weights.
 
         Activations that stages send each other are part of `find_waits`.
         """
-        trace, setting, links = traffic.trace, traffic.setting, traffic.links
-        mesh = setting.mesh
+        trace, mesh, links = traffic.trace, traffic.setting.mesh, traffic.links
         width = traffic.gradient_bytes / max(1, trace.trainable)
-        shared = links.all_reduce_s(int(trace.shared * width), setting.gpus)
+        holders = trace.shared_stages * mesh.data_parallel
+        shared = links.all_reduce_s(int(trace.shared * width), holders) if trace.shared else 0.0
         own = links.all_reduce_s(int((trace.trainable - trace.shared) * width), mesh.data_parallel)
         return shared + max(0.0, own - traffic.hidden_backward_s)
 
@@ -284,7 +284,7 @@ class ShardedPipelineStrategy(PipelineStrategy):
         return [on_mesh(setting, self.word, setting.mesh.replace(dp_replicate=1))]
 
     def exposed_s(self, traffic: Traffic) -> float:
-        """Return the seconds of shards, and of summing over stages what is outside of the layers.
+        """Return the seconds of shards, and of summing over stages what several of them hold.
 
         Ranks of a stage have consecutive numbers. Stages sum after all passes, so that nothing hides it.
         """
@@ -292,7 +292,10 @@ class ShardedPipelineStrategy(PipelineStrategy):
         ranks = mesh.shards * mesh.tp
         width = traffic.gradient_bytes / max(1, trace.trainable)
         shared = int(trace.shared * width / ranks)
-        summed = traffic.links.all_reduce_s(shared, mesh.pp, apart=ranks * mesh.dp_replicate)
+        # The first and the last stage of a tied embedding are the farthest apart.
+        stages = max(1, trace.shared_stages)
+        apart = ranks * mesh.dp_replicate * max(1, (mesh.pp - 1) // max(1, stages - 1))
+        summed = traffic.links.all_reduce_s(shared, stages, apart=apart) if shared else 0.0
         return find_shards_s(traffic) + traffic.within_layers_s() + traffic.experts_s() + summed
 
     def _share_stage(self, stages: Mesh, mesh: Mesh, ranks: int) -> Mesh:

@@ -119,6 +119,9 @@ class ValueTracker:
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         """Compute the result for real on the host if all inputs are known: positions, lengths, masks."""
+        if args and type(args[0]) is FakeTensor and REAL_ATTRIBUTE not in args[0].__dict__:
+            # Most operations end here: their first argument is not known.
+            return
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         has_known_inputs = all(_is_known(tensor, in_place=name.endswith("_")) for tensor in inputs)
         if not has_known_inputs or not (inputs or name in FACTORY_OPS):

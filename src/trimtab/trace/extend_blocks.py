@@ -218,18 +218,26 @@ def _block_number(name: str, blocks: str) -> int | None:
 
 
 def extend_blocks(  # noqa: PLR0913 - two traces and how they differ
-    few: Trace, more: Trace, *, blocks: str, traced: int, total: int, reuses: bool = False
+    few: Trace,
+    more: Trace,
+    *,
+    blocks: str,
+    traced: int,
+    total: int,
+    reuses: bool = False,
+    elsewhere: int = 0,
 ) -> Trace | None:
     """Return the trace with `total` blocks from those with `traced - 1` and `traced`; None if a check fails.
 
     `blocks` is the module name of the list of blocks. `reuses` is for code that gives the memory of tensors
     to later ones of the same size, as compiled code does. Which of several equal allocations it frees then
-    depends on the number of blocks, but changes no sum: the latest is taken.
+    depends on the number of blocks, but changes no sum: the latest is taken. `elsewhere` are the blocks of
+    the list on other ranks, which are not counted in `traced` and `total`.
     """
     if total == traced:
         return more
     try:
-        return _Extension(few, more, blocks, traced, total, reuses=reuses).extend()
+        return _Extension(few, more, blocks, traced, total, reuses=reuses, elsewhere=elsewhere).extend()
     except BlocksDiffer:
         return None
 
@@ -249,9 +257,17 @@ class _Extension:
     """Extends one list of blocks from `traced` to `total`."""
 
     def __init__(  # noqa: PLR0913 - as extend_blocks()
-        self, few: Trace, more: Trace, blocks: str, traced: int, total: int, *, reuses: bool = False
+        self,
+        few: Trace,
+        more: Trace,
+        blocks: str,
+        traced: int,
+        total: int,
+        *,
+        reuses: bool = False,
+        elsewhere: int = 0,
     ) -> None:
-        self.reuses = reuses
+        self.reuses, self.elsewhere = reuses, elsewhere
         self.alive: dict[Hashable, list[int]] = {}
         """Allocations that are not freed yet, by everything about them; only with `reuses`."""
         self.few, self.more = (Program(trace, blocks, reuses=reuses) for trace in (few, more))
@@ -320,6 +336,7 @@ class _Extension:
             parameters=self._extrapolate(few.parameters, more.parameters),
             trainable=self._extrapolate(few.trainable, more.trainable),
             recomputed=self._recomputed(),
+            kept_bytes=self._extrapolate(few.kept_bytes, more.kept_bytes),
             assumptions=self._extend_assumptions(),
             pinned_sizes=_repeat_insertion(few.pinned_sizes, more.pinned_sizes, self.extra),
             host_state_bytes=self._extrapolate(few.host_state_bytes, more.host_state_bytes),
@@ -575,7 +592,7 @@ class _Extension:
         """Return the names of recomputed lists, which contain the number of blocks."""
 
         def counted(names: tuple[str, ...], before: int, after: int) -> tuple[str, ...]:
-            was, now = (f"{self.blocks} ({count} blocks)" for count in (before, after))
+            was, now = (f"{self.blocks} ({count + self.elsewhere} blocks)" for count in (before, after))
             return tuple(now if name == was else name for name in names)
 
         few, more = self.few.trace, self.more.trace

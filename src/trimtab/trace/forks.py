@@ -65,13 +65,14 @@ def run_forked(
     *,
     timeout_s: float,
     learn: Callable[[bytes], None] = lambda _: None,
+    most: int = MAX_FORKS,
 ) -> Iterator[tuple[int, bytes]]:
     """Run every task in a fork of this process; yield index and answer of each as it finishes.
 
     An answer is JSON for `server.decode_answer`. `given` names the job in errors. `learn` is called with each
-    answer while further forks have to be started.
+    answer while further forks have to be started. At most `most` run at a time, and no more than cores.
     """
-    most = max_forks()
+    most = min(most, max_forks())
     waiting = list(enumerate(tasks))
     running: list[Fork] = []
     # Forks share memory until they write to it; collecting garbage would write everywhere.

@@ -462,7 +462,11 @@ class Recorder(TorchDispatchMode):
 
     def track_modules(self, model: Any, entries: EntryPoints) -> None:
         """Record from now on which module allocates memory, and where compiled modules begin and end."""
-        names = {id(module): name for name, module in model.named_modules()}
+        from trimtab.engine.pipeline_stage import RemoteBlock
+
+        # A pass ends in the middle of a placeholder; what follows belongs to no block.
+        named = model.named_modules()
+        names = {id(module): name for name, module in named if not isinstance(module, RemoteBlock)}
         stack = [""]
         children = dict(model.named_children())
         compiled = {id(model), *(id(children[name]) for name in entries.children)}
@@ -512,9 +516,10 @@ class Recorder(TorchDispatchMode):
 
         return run_entry
 
-    def forget_modules(self, modules: list[Any]) -> None:
-        """Remove modules that do not belong on this device, and all memory that has been freed."""
-        tensors = [parameter for module in modules for parameter in (*module.parameters(), *module.buffers())]
+    def forget_modules(self, modules: list[Any], parameters: Sequence[Any] = ()) -> None:
+        """Remove what does not belong on this device, and all memory that has been freed."""
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        tensors += parameters
         numbers = {self._allocation_ids.pop(id(tensor.untyped_storage()), None) for tensor in tensors}
         numbers |= {~number for number in self.order if number < 0}
         self.order = [event for event in self.order if event not in numbers and ~event not in numbers]

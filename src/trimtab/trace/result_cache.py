@@ -4,18 +4,27 @@ The shapes, strides, dtypes and devices of results follow from those of the argu
 few distinct operations many times, and working out their results takes most of the time of a trace. Only
 operations are remembered whose schema says that they return new tensors, views of their first argument, or
 that argument itself; all others run as usual.
+
+Forks of one worker process trace the same model on the same device, so they share what they remember: a fork
+packs its new results, and its parent gives them to the next forks.
 """
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 TENSOR_TYPES = ("Tensor", "List[Tensor]")
 UNCACHED_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
@@ -56,13 +65,31 @@ class CannotCache(Exception):  # noqa: N818 - not an error: the operation runs a
     """An argument or a result of an operation has more than a layout."""
 
 
+SHARED: dict[Hashable, CachedResult] = {}
+"""Results that forks of this process have packed."""
+
+
 class ResultCache:
     """Results of operations by the layouts of their arguments."""
 
     def __init__(self) -> None:
         self.hits = 0
         self._kinds: dict[Any, ResultKind | None] = {}
-        self._results: dict[Hashable, CachedResult | None] = {}
+        self._results: dict[Hashable, CachedResult | None] = dict(SHARED)
+
+    def pack_results(self) -> bytes:
+        """Return the results that this process does not share yet, for `share_results` in another process."""
+        new = {
+            key: result
+            for key, result in self._results.items()
+            if isinstance(result, CachedResult) and key not in SHARED
+        }
+        return pack_results(new)
+
+    def add_results(self, packed: bytes) -> None:
+        """Add what a fork of this process has packed."""
+        if packed:
+            self._results.update(unpack_results(packed))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, or make its results from those of an equal call."""
@@ -91,6 +118,39 @@ class ResultCache:
         if result is self:
             self._results[key] = _describe_results(out, kind, tensors)
         return out
+
+
+def pack_results(results: dict[Hashable, CachedResult]) -> bytes:
+    """Return results as bytes; empty if one of them is bound to this process."""
+    packed = io.BytesIO()
+    pickler = pickle.Pickler(packed)
+    pickler.dispatch_table = copyreg.dispatch_table.copy()
+    pickler.dispatch_table[OpOverload] = _reduce_operation
+    try:
+        pickler.dump(results)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return b""
+    return packed.getvalue()
+
+
+def unpack_results(packed: bytes) -> dict[Hashable, CachedResult]:
+    """Return the results that a fork of this process has packed."""
+    results: dict[Hashable, CachedResult] = pickle.loads(packed)  # noqa: S301 - a fork wrote it
+    return results
+
+
+def share_results(packed: bytes) -> None:
+    """Give the results of a fork to the next forks of this process."""
+    if packed:
+        SHARED.update(unpack_results(packed))
+
+
+def _reduce_operation(operation: OpOverload) -> tuple[Any, ...]:
+    return _find_operation, (operation.namespace, operation._opname, operation._overloadname)
+
+
+def _find_operation(namespace: str, name: str, overload: str) -> Any:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def find_result_kind(func: Any) -> ResultKind | None:
@@ -182,5 +242,24 @@ def _make_results(result: CachedResult, kind: ResultKind, first: FakeTensor) -> 
                 meta.set_(first.untyped_storage(), offset, shape, stride)
             else:
                 meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            made.append(FakeTensor(mode, meta, device))
+            made.append(_make_fake(mode, meta, device))
     return made[0] if result.container is None else result.container(made)
+
+
+_BLANKS: dict[torch.device, tuple[FakeTensorMode, dict[str, Any]]] = {}
+"""The attributes of a new fake tensor on a device, and its mode."""
+
+
+def _make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """Return a new fake tensor, as its class makes it, without the checks of arguments after the first."""
+    blank_mode, blank = _BLANKS.get(device, (None, {}))
+    if blank_mode is not mode or mode._allow_unsafe_data_ptr_access:
+        made = FakeTensor(mode, meta, device)
+        _BLANKS[device] = mode, dict(made.__dict__)
+        return made
+    tensor: Any = torch.Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    tensor.__dict__.update(blank)
+    return tensor

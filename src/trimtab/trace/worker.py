@@ -27,7 +27,7 @@ from trimtab.strategies.base import ALIKE, RankKind
 from trimtab.trace.child_process import end_with_parent
 from trimtab.trace.cpu_check import CpuCheck, blame_error, check_on_cpu
 from trimtab.trace.extend_blocks import FEW_BLOCKS, extend_blocks
-from trimtab.trace.forks import run_forked
+from trimtab.trace.forks import MAX_FORKS, run_forked
 from trimtab.trace.request import TraceRequest, TraceRequests
 from trimtab.trace.server import (
     END,
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from trimtab.trace.cpu_check import CpuCheckResult
     from trimtab.trace.repeated_blocks import RepeatedBlocks
 
+LEAST_STAGE_BLOCKS = 10
+"""Blocks of a pipeline stage from which traces with three and with four of them are less work."""
 STEPS = 3
 """The first step creates optimizer states and workspaces, the second has all of them, the third shows the
 steady state of the allocator."""
@@ -66,6 +68,8 @@ COMPILED_WHOLE = (
     "torch.compile ran on all blocks of the model, which takes longer: a few of them do not show what the "
     "others compile to"
 )
+AS_COMPILED = "under torch.compile"
+"""Begins the assumptions on what compiled code would lose."""
 LONGEST_NOTE = "memory is that of longest(), the longest batch of the job; time is that of batch()"
 
 
@@ -104,15 +108,17 @@ def reload_job(requests: TraceRequests) -> Any:
 def trace_job(  # noqa: PLR0913 - a request, and how to trace it
     job: Any,
     request: TraceRequest,
-    deliver: Callable[[Trace, str], None],
+    deliver: Callable[[Trace, str, bytes], None],
     *,
     rank: RankKind = ALIKE,
     how: str = CHECKED,
     timeout_s: float = 600.0,
+    most_forks: int = MAX_FORKS,
 ) -> None:
     """Run the first steps of a job on fake tensors, record them, and deliver the trace.
 
-    `how` says whether tracing a few of its equal blocks is enough; the way that was used is delivered too.
+    `how` says whether tracing a few of its equal blocks is enough; the way that was used is delivered too,
+    and what the trace found out about results of operations. It may run `most_forks` forks at a time.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -138,18 +144,19 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         _note_offload(request, recorder)
         built = _BuiltModel(job, model, request, recorder, rank)
         trace = None
-        # A pipeline stage has only some of the blocks: they are all traced. So are they if they differ.
+        # All blocks are traced if they differ, or if several stages of a rank have some of them each.
         way = request.setting.recompute.way
-        are_alike = rank.stage is None and not way.is_partial and way.budget is None
+        are_alike = request.setting.virtual_stages == 1 and not way.is_partial and way.budget is None
         # A job that compiles its model itself has compiled it with all of its blocks.
         if how != WHOLE and are_alike and not recorder.uses_compile:
-            trace = _trace_by_few_blocks(built, check=how == CHECKED, timeout_s=timeout_s)
+            trace = _trace_by_few_blocks(
+                built, check=how == CHECKED, timeout_s=timeout_s, most_forks=most_forks
+            )
             if trace is None and request.setting.compile and has_long_list(model):
                 recorder.kernels.assume(COMPILED_WHOLE)
-        if trace is not None:
-            deliver(trace, how)
-        else:
-            deliver(_trace_model(built), WHOLE)
+        came = WHOLE if trace is None else how
+        trace = _trace_model(built) if trace is None else trace
+        deliver(trace, came, recorder.kernels.values.results.pack_results())
 
 
 def _note_offload(request: TraceRequest, recorder: Any) -> None:
@@ -180,12 +187,15 @@ class _BuiltModel(NamedTuple):
     rank: RankKind
 
 
-def _trace_model(built: _BuiltModel, *, forward: bool = False) -> Trace:
-    """Trace the model as it is now; with `forward`, only its first forward pass."""
+def _trace_model(built: _BuiltModel, *, forward: bool = False, as_compiled: bool = True) -> Trace:
+    """Trace the model as it is now; with `forward`, only its first forward pass.
+
+    Without `as_compiled`, it does not look for what compiled code would lose.
+    """
     from trimtab.trace import fake_ops
 
     recorder = built.recorder
-    counts = _run_steps(built, forward=forward)
+    counts = _run_steps(built, forward=forward, as_compiled=as_compiled)
     recorder.paused = True
     chosen = built.job.assumptions if isinstance(built.job, Job) else ()
     if has_longest(built.job):
@@ -199,7 +209,7 @@ def _trace_model(built: _BuiltModel, *, forward: bool = False) -> Trace:
     phases = counts.pop("update_phases", [])
     assumed += tuple(note for note in map(_frequency_note, phases) if note)
     compiled = counts.pop("lost_compiled", {})
-    assumed += tuple(f"under torch.compile {text}" for text in compiled)
+    assumed += tuple(f"{AS_COMPILED} {text}" for text in compiled)
     if not forward:
         several = "the optimizers have their own losses, which trimtab does not compile"
         counts["no_compile_gain"] = several if len(phases) > 1 else _no_compile_gain(recorder, compiled)
@@ -223,7 +233,9 @@ def _no_compile_gain(recorder: Any, unfused: dict[str, None]) -> str:
     return "attention loses its fused kernel" if unfused else ""
 
 
-def _trace_by_few_blocks(built: _BuiltModel, *, check: bool, timeout_s: float) -> Trace | None:
+def _trace_by_few_blocks(
+    built: _BuiltModel, *, check: bool, timeout_s: float, most_forks: int
+) -> Trace | None:
     """Compute the trace from traces with few equal blocks; None if the whole model has to be traced.
 
     With `check`, a forward pass computed in this way must equal a traced one of the whole model: a job may do
@@ -234,17 +246,28 @@ def _trace_by_few_blocks(built: _BuiltModel, *, check: bool, timeout_s: float) -
 
     compiled = built.request.setting.compile
     lists = find_cuttable_lists(built.model, COMPILED if compiled else EAGER)
-    if not lists:
+    stage = None if built.rank.stage is None else _find_few_stage(built, lists)
+    if not lists or (stage is None and built.rank.stage is not None):
         return None
     given = f"job {built.request.job}"
     small = list(itertools.product((FEW_BLOCKS, FEW_BLOCKS + 1), repeat=len(lists)))
 
+    def run_tasks(tasks: list[Callable[[SendAnswer], None]]) -> list[Trace]:
+        answers = {}
+        for place, answer in run_forked(tasks, given, timeout_s=timeout_s, most=most_forks):
+            answers[place] = _read_few_blocks(answer)
+            built.recorder.kernels.values.results.add_results(answers[place].results)
+        return _copy_compiled_notes([answers[place].trace for place in range(len(tasks))])
+
     def traced(built: _BuiltModel, sizes: list[tuple[int, ...]], *, forward: bool) -> list[Trace]:
-        tasks = [
-            _few_blocks_task(built, dict(zip(lists, size, strict=True)), forward=forward) for size in sizes
-        ]
-        answers = dict(run_forked(tasks, given, timeout_s=timeout_s))
-        return [Trace.from_json(answers[place]) for place in range(len(tasks))]
+        return run_tasks(
+            [
+                _few_blocks_task(
+                    built, dict(zip(lists, size, strict=True)), forward=forward, as_compiled=size == sizes[-1]
+                )
+                for size in sizes
+            ]
+        )
 
     try:
         if check:
@@ -255,11 +278,69 @@ def _trace_by_few_blocks(built: _BuiltModel, *, check: bool, timeout_s: float) -
                 return None
         if compiled:
             warm_compiler(built.recorder)
+        if stage is not None:
+            counts = (FEW_BLOCKS, FEW_BLOCKS + 1)
+            return stage.extend(*run_tasks([stage.make_task(built, count) for count in counts]))
         trace = _extend_lists(traced(built, small, forward=False), lists, reuses=compiled)
         return _note_few_blocks(trace, lists) if trace is not None and compiled else trace
     except TrimtabError:
         # On any error, trace the whole model: it succeeds or gives a better message.
         return None
+
+
+class _FewStage(NamedTuple):
+    """A pipeline stage that is traced with few of its blocks; the stages around it keep theirs."""
+
+    blocks: RepeatedBlocks
+    layers: tuple[int, ...]
+    """Blocks of each stage of the whole model."""
+    work: tuple[float, ...]
+    number: int
+
+    @property
+    def own(self) -> int:
+        """Return the number of blocks of this stage."""
+        return self.layers[self.number]
+
+    def make_task(self, built: _BuiltModel, count: int) -> Callable[[SendAnswer], None]:
+        """Return a task that traces the stage with only so many blocks."""
+        layers = (*self.layers[: self.number], count, *self.layers[self.number + 1 :])
+        setting = built.request.setting.replace(stage_layers=layers)
+        cut = built._replace(request=built.request.replace(setting=setting))
+        is_last = count > FEW_BLOCKS
+        return _few_blocks_task(cut, {self.blocks: sum(layers)}, forward=False, as_compiled=is_last)
+
+    def extend(self, few: Trace, more: Trace) -> Trace | None:
+        """Return the trace of the whole stage."""
+        trace = extend_blocks(
+            few,
+            more,
+            blocks=self.blocks.name,
+            traced=FEW_BLOCKS + 1,
+            total=self.own,
+            elsewhere=self.blocks.length - self.own,
+        )
+        return None if trace is None else trace.replace(stage_layers=self.layers, block_work=self.work)
+
+
+def _find_few_stage(built: _BuiltModel, lists: list[RepeatedBlocks]) -> _FewStage | None:
+    """Return the stage to trace with few blocks; None if it has few, or if the model has other long lists."""
+    from trimtab.engine.pipeline_stage import find_block_chain
+    from trimtab.engine.step import find_stage_split, make_meta_loss
+
+    stage, setting = built.rank.stage, built.request.setting
+    if len(lists) != 1 or stage is None or find_block_chain(built.model).name != lists[0].name:
+        return None
+    split = find_stage_split(built.model, setting, make_meta_loss(built.job, setting))
+    few = _FewStage(lists[0], split.layers, split.work, stage)
+    return few if len(split.layers) == setting.mesh.pp and few.own >= LEAST_STAGE_BLOCKS else None
+
+
+def _copy_compiled_notes(traces: list[Trace]) -> list[Trace]:
+    """Return the traces with what compiled code would lose: only the last one looked for it."""
+    *others, last = traces
+    notes = tuple(note for note in last.assumptions if note.startswith(AS_COMPILED))
+    return [*(trace.replace(assumptions=(*trace.assumptions, *notes)) for trace in others), last]
 
 
 def _note_few_blocks(trace: Trace, lists: list[RepeatedBlocks]) -> Trace:
@@ -284,8 +365,26 @@ def _extend_lists(some: list[Trace], lists: list[RepeatedBlocks], *, reuses: boo
     return _extend_lists(extended, others, reuses=reuses) if len(extended) == len(longer) else None
 
 
+class _FewBlocksAnswer(msgspec.Struct):
+    """The trace of a model with few blocks, as a fork sends it."""
+
+    trace: Any
+    results: bytes
+    """Results of operations, for the next forks."""
+
+
+def _read_few_blocks(answer: bytes) -> _FewBlocksAnswer:
+    """Return the answer of a fork with few blocks; raise its error."""
+    decoded = decode_answer(answer)
+    if isinstance(decoded, TrimtabError):
+        raise decoded
+    sent = msgspec.convert(decoded, _FewBlocksAnswer)
+    sent.trace = Trace.from_builtins(sent.trace)
+    return sent
+
+
 def _few_blocks_task(
-    built: _BuiltModel, counts: dict[RepeatedBlocks, int], *, forward: bool
+    built: _BuiltModel, counts: dict[RepeatedBlocks, int], *, forward: bool, as_compiled: bool
 ) -> Callable[[SendAnswer], None]:
     """Return a task that traces the model with only the first blocks of its lists."""
 
@@ -294,9 +393,10 @@ def _few_blocks_task(
 
         # Keep the removed blocks alive: their memory counts.
         taken = [cut_blocks(key, count) for key, count in counts.items()]
-        trace = _trace_model(built, forward=forward)
+        trace = _trace_model(built, forward=forward, as_compiled=as_compiled)
         del taken
-        say(msgspec.json.encode(trace))
+        results = built.recorder.kernels.values.results.pack_results()
+        say(msgspec.json.encode(_FewBlocksAnswer(trace, results)))
 
     return task
 
@@ -306,7 +406,8 @@ def _simplify_setting(built: _BuiltModel) -> _BuiltModel:
     setting = built.request.setting.replace(recompute=Recompute.NONE, compile=False)
     if not built.rank.branch:
         setting = one_micro_batch(setting)
-    return built._replace(request=built.request.replace(setting=setting))
+    rank = built.rank._replace(stage=None)
+    return built._replace(request=built.request.replace(setting=setting), rank=rank)
 
 
 def _may_compile(job: Any) -> bool:
@@ -344,7 +445,7 @@ def _build_model(job: Any, request: TraceRequest, recorder: Any, branch: str) ->
     return model
 
 
-def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
+def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[str, Any]:
     from trimtab.engine import step as steps
     from trimtab.engine.expert_parallel import describe_experts
     from trimtab.engine.quantize import count_weights
@@ -357,8 +458,9 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
         state = steps.assemble_job(job, model, setting, branch=rank.branch, stage=rank.stage)
     if state.stage is not None:
         # These modules are built on the host and never moved to this device.
-        recorder.forget_modules(state.stage.dropped)
+        recorder.forget_modules(state.stage.dropped, state.stage.absent)
         state.stage.dropped.clear()
+        state.stage.absent.clear()
         state.stage.note = recorder.note_phase
     names = _watch_gradients(state, recorder)
     if not recorder.uses_compile:
@@ -389,10 +491,10 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
     if state.offload is not None and not state.offload.peak_sizes:
         recorder.kernels.assume(NOTHING_MOVED)
     notes = describe_experts(state.experts, setting.expert_imbalance)
-    notes += [state.stage_note] if state.stage_note else []
+    notes += state.stage_notes
     for note in (*describe_split(state.tensor_plan), *notes):
         recorder.kernels.assume(note)
-    lost_compiled = _lost_by_compiling(state, batch, recorder)
+    lost_compiled = _lost_by_compiling(state, batch, recorder) if as_compiled else {}
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in state.model.parameters()]
     return {
         "parameters": sum(count for count, _ in sizes),
@@ -410,7 +512,9 @@ def _run_steps(built: _BuiltModel, *, forward: bool) -> dict[str, Any]:
             else {
                 "kept_bytes": kept[1],
                 "handed_bytes": state.stage.handed_bytes,
+                "outside": state.stage.outside,
                 "shared": state.stage.shared,
+                "shared_stages": state.stage.shared_stages,
                 "stage_layers": state.stage.layers,
                 "block_work": state.stage.split.work,
             }
@@ -645,6 +749,8 @@ class _AnswerHeader(msgspec.Struct):
     imported: list[str] = []
     how: str = ""
     """How the blocks were traced: WHOLE, FEWER or CHECKED."""
+    results: bytes = b""
+    """Results of operations, for the next forks."""
 
 
 class _RankRequest(NamedTuple):
@@ -762,14 +868,31 @@ def _trace_ranks(
 
 def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest, str]]) -> list[bytes]:
     """Trace each part in a fork, in the given way; return the answers."""
+    from trimtab.trace.result_cache import share_results
+
     before = frozenset(sys.modules)
 
     def task(part: _RankRequest, how: str) -> Callable[[SendAnswer], None]:
         def work(say: SendAnswer) -> None:
-            def deliver(trace: Trace, came: str) -> None:
-                say(msgspec.json.encode({"trace": trace, "imported": imported_since(before), "how": came}))
+            def deliver(trace: Trace, came: str, results: bytes) -> None:
+                imported = imported_since(before)
+                say(
+                    msgspec.json.encode(
+                        {"trace": trace, "imported": imported, "how": came, "results": results}
+                    )
+                )
 
-            trace_job(job, part.request, deliver, rank=part.rank, how=how, timeout_s=requests.timeout_s)
+            # A fork beside others runs its own forks one after the other: the second knows what the first
+            # found out.
+            trace_job(
+                job,
+                part.request,
+                deliver,
+                rank=part.rank,
+                how=how,
+                timeout_s=requests.timeout_s,
+                most_forks=MAX_FORKS if len(parts) == 1 else 1,
+            )
 
         return work
 
@@ -778,7 +901,10 @@ def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest
 
     tasks = [task(*part) for part in parts]
     given = f"job {requests.job}"
-    answers = dict(run_forked(tasks, given, timeout_s=requests.timeout_s, learn=learn))
+    answers = {}
+    for place, answer in run_forked(tasks, given, timeout_s=requests.timeout_s, learn=learn):
+        answers[place] = answer
+        share_results(msgspec.json.decode(answer, type=_AnswerHeader).results)
     return [answers[place] for place in range(len(parts))]
 
 

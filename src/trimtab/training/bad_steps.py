@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trimtab.engine.pipeline_stage import RemoteBlock
 from trimtab.engine.precision import HALF
+from trimtab.engine.stage_placement import AbsentWeight
 from trimtab.errors import JobFailed
 from trimtab.spec import IncidentKind
 from trimtab.spec.base import Noun, check_minimum
@@ -343,7 +344,10 @@ def _is_finite(values: Any) -> bool:
     return all(
         bool(torch.isfinite(leaf.detach()).all())
         for leaf in tree_leaves(values)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
+        if isinstance(leaf, torch.Tensor)
+        and not isinstance(leaf, AbsentWeight)
+        and leaf.is_floating_point()
+        and leaf.numel()
     )
 
 

@@ -26,7 +26,7 @@ from trimtab.engine.in_backward_rules import refuse_in_backward
 from trimtab.engine.optimizer import ONLY, NamedOptimizer, choose_implementation, make_optimizers
 from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import torch_dtype
-from trimtab.engine.step import arrange_model, make_meta_loss, refuse_partial_model
+from trimtab.engine.step import arrange_model, find_stand_in_form, make_meta_loss, refuse_partial_model
 from trimtab.engine.tensor_parallel import gather_loss
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, list_expert_modules, loss_function
@@ -46,6 +46,7 @@ from trimtab.training.optimizer_step import OptimizerStep
 from trimtab.training.pipeline import PipelineRunner
 from trimtab.training.process_group import (
     Buffers,
+    HoldingRanks,
     RankGroups,
     broadcast_tensor,
     find_running_statistics,
@@ -119,6 +120,8 @@ class PreparedRun:
     """Shared statistics of synchronised BatchNorm layers; None if there are none."""
     context: ContextGroup | None = None
     """Ranks that split sequences with this one; None if sequences are whole."""
+    stage_notes: tuple[str, ...] = ()
+    """What the stages of a pipeline are balanced by, or all hold, if the loss could not be followed."""
 
 
 def check_world_size(setting: Setting, world: World) -> None:
@@ -163,11 +166,11 @@ def prepare(
     if sharded and request.world.size == 1:
         process_group.connect_single(request.world)
 
-    def own_prefix() -> str | None:
-        return stage.pipe.relay.name if stage is not None else own
+    def find_holding(name: str) -> HoldingRanks:
+        return stage.find_holding(name) if stage is not None else groups.find_holding(_is_inside(name, own))
 
     def equalise(model: nn.Module) -> None:
-        synchronize_tensors([entry for entry, _ in _list_tensors(model, groups, own_prefix())], device)
+        synchronize_tensors([entry for entry, _ in _list_tensors(model, groups, find_holding)], device)
 
     several = groups.size > 1
     arranged = arrange_model(
@@ -178,15 +181,13 @@ def prepare(
         entries=EntryPoints() if request.job is None else find_entries(request.job, model),
         install_stage=stage,
         equalise=equalise if several else None,
-        fill=functools.partial(_fill_tensor, groups) if several else None,
-        reduced=lambda model: list_reduced(model, groups, own_prefix()),
+        fill=functools.partial(_fill_tensor, groups, stage) if several else None,
+        reduced=lambda model: list_reduced(model, find_holding),
         mid_backward=on_gradient,
         follow=make_meta_loss(request.job, setting),
         expert_modules=list_expert_modules(request.job),
     )
-    if arranged.stage_note:
-        say("pipeline", arranged.stage_note)
-    buffers = [entry for entry, is_buffer in _list_tensors(model, groups, own_prefix()) if is_buffer]
+    buffers = [entry for entry, is_buffer in _list_tensors(model, groups, find_holding) if is_buffer]
     bounds = rank_slice_bounds(
         setting.global_batch, groups.data_parallel, [share.samples for share in setting.shares]
     )
@@ -231,6 +232,7 @@ def prepare(
         pipe=None if stage is None else stage.pipe,
         statistics=arranged.statistics,
         context=arranged.context,
+        stage_notes=arranged.stage_notes,
     )
     prepared.losses += [prepared, *(replace(prepared, **other) for other in others)]
     return prepared
@@ -260,10 +262,13 @@ def _make_schedules(request: PrepareRequest, phase: UpdatePhase) -> dict[str, An
 
 
 class _StageInstaller:
-    """Reduces a model to the blocks of this rank's stages, and connects it to the neighbouring stages."""
+    """Reduces a model to what this rank's stages need, and connects it to the other stages."""
 
     def __init__(self, groups: RankGroups, device: torch.device, setting: Setting) -> None:
         self._groups = groups
+        self._form = find_stand_in_form(setting, device)
+        self._holding: dict[tuple[int, ...], HoldingRanks] = {}
+        """The ranks of several stages, by the numbers of these stages."""
         self.pipe = PipelineRunner(
             groups,
             device,
@@ -274,17 +279,33 @@ class _StageInstaller:
 
     def __call__(self, model: nn.Module, split: StageSplit) -> BlockRelay:
         groups, pipe = self._groups, self.pipe
-        pipe.relay, _ = keep_stage(
+        pipe.relay = keep_stage(
             model,
             groups.stage,
             groups.stages,
             pipe.receive,
             virtual_stages=pipe.schedule.virtual_stages,
-            layers=split.layers,
-        )
+            split=split,
+            form=self._form,
+        ).relay
+        self._holding = groups.make_stage_groups(pipe.relay.holders.list_groups())
         if pipe.weight_gradients is not None:
             pipe.weight_gradients.install(model)
         return pipe.relay
+
+    def find_stages(self, stages: tuple[int, ...]) -> HoldingRanks:
+        """Return the ranks of some stages, of which this one has one."""
+        if len(stages) == self._groups.stages:
+            return self._groups.find_holding(False)
+        return self._holding.get(stages) or self._groups.find_holding(True)
+
+    def find_holding(self, name: str) -> HoldingRanks:
+        """Return the ranks that hold a parameter or buffer; those of the same stage for one of a block."""
+        relay = self.pipe.relay
+        if _is_inside(name, relay.name):
+            return self._groups.find_holding(True)
+        # All stages have all buffers outside of the blocks.
+        return self.find_stages(relay.holders.find(name) or tuple(range(self._groups.stages)))
 
 
 def _place_model(request: PrepareRequest, device: torch.device) -> tuple[nn.Module, str, str | None]:
@@ -398,29 +419,28 @@ def _build_on_device(job: Any, setting: Setting, device: str) -> Any:
 
 
 def _list_tensors(
-    model: nn.Module, groups: RankGroups, own: str | None
+    model: nn.Module, groups: RankGroups, find_holding: Callable[[str], HoldingRanks]
 ) -> list[tuple[tuple[torch.Tensor, Any, int], bool]]:
     """Return each parameter and buffer with its process group and source rank, and whether it is a buffer."""
     tensors: list[tuple[tuple[torch.Tensor, Any, int], bool]] = []
     for is_buffer, named in ((False, model.named_parameters()), (True, model.named_buffers())):
         for name, tensor in named:
-            mine = _is_inside(name, own)
-            if groups.size == 1 or (mine and groups.is_data_alone):
-                entry = (tensor, None, -1)
-            else:
-                entry = (
-                    (tensor, groups.data_group, groups.first)
-                    if mine
-                    else (tensor, None, groups.buffer_source)
-                )
+            holding = find_holding(name)
+            is_alone = groups.size == 1 or holding.ranks == 1
+            entry = (tensor, None, -1) if is_alone else (tensor, holding.group, holding.source)
             tensors.append((entry, is_buffer))
     return tensors
 
 
-def _fill_tensor(groups: RankGroups, tensor: torch.Tensor, is_of_stage: bool) -> None:
-    """Give all ranks, or all ranks of this pipeline stage, the first one's values of a tensor."""
-    if not is_of_stage:
+def _fill_tensor(
+    groups: RankGroups, stage: _StageInstaller | None, tensor: torch.Tensor, stages: tuple[int, ...] | None
+) -> None:
+    """Give all ranks, or all ranks of some pipeline stages, the first one's values of a tensor."""
+    if stage is None or stages is None or len(stages) == groups.stages:
         broadcast_tensor(tensor)
+    elif len(stages) > 1:
+        holding = stage.find_stages(stages)
+        broadcast_tensor(tensor, holding.source, holding.group)
     elif groups.stage_ranks > 1:
         broadcast_tensor(tensor, groups.stage_first, groups.stage_group)
 
@@ -503,16 +523,14 @@ class _OptimizerFactory:
 
 
 def list_reduced(
-    model: nn.Module, groups: RankGroups, own: str | None
+    model: nn.Module, find_holding: Callable[[str], HoldingRanks]
 ) -> list[tuple[nn.Parameter, Any, int]]:
     """Return the trainable parameters, each with its reduction group and its number of ranks."""
-    entries: list[tuple[nn.Parameter, Any, int]] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            mine = _is_inside(name, own)
-            entry = (groups.data_group, groups.data_ranks) if mine else (None, groups.size)
-            entries.append((parameter, *entry))
-    return entries
+    return [
+        (parameter, (holding := find_holding(name)).group, holding.ranks)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
 
 
 def _job_loss(job: Any, branch: str) -> Callable[[Any, Any], Any] | None:

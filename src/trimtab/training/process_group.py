@@ -367,6 +367,16 @@ def _check_answers(address: str, port: int, join_s: float) -> None:
             return
 
 
+class HoldingRanks(NamedTuple):
+    """The ranks that hold the same parameter, and sum its gradient."""
+
+    group: Any
+    """Process group; None: all ranks, or this one alone."""
+    ranks: int
+    source: int
+    """The rank whose values the others get."""
+
+
 @dataclass(frozen=True)
 class RankGroups:
     """The ranks with which this rank shares data and gradients.
@@ -449,6 +459,21 @@ class RankGroups:
     def buffer_source(self) -> int:
         """The rank that broadcasts shared buffers: the first of the last stage, which uses all of them."""
         return (self.stages - 1) * self.stage_ranks
+
+    def find_holding(self, is_own: bool) -> HoldingRanks:
+        """Return the ranks that hold what this branch or stage alone has, or what all ranks have."""
+        if is_own:
+            return HoldingRanks(self.data_group, self.data_ranks, self.first)
+        return HoldingRanks(None, self.size, self.buffer_source)
+
+    def make_stage_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], HoldingRanks]:
+        """Create the process groups of all ranks of some stages; every rank creates all of them, in order."""
+        each = self.stage_ranks
+        found = {}
+        for stages in sets:
+            ranks = [stage * each + place for stage in stages for place in range(each)]
+            found[stages] = HoldingRanks(dist.new_group(ranks), len(ranks), ranks[0])
+        return found
 
     def stage_rank(self, stage: int) -> int:
         """Return the rank that computes another stage of the same samples."""

@@ -137,6 +137,10 @@ class Stepper:
             self.split_guard.check_statement()
         on_gradient = self.on_gradient if self.faults is not None else None
         self.prepared = prepare_module.prepare(request, self.report_compile, on_gradient)
+        # All ranks have found the same.
+        for note in self.prepared.stage_notes if self.world.rank == 0 else ():
+            found, _, done = note.removeprefix("pipeline: ").partition(", because ")
+            self._report(IncidentKind.PIPELINE, done, found)
         if self.split_guard is not None:
             others = self.prepared.losses[1:]
             self._guards = [self.split_guard, *(SplitGuard(self, request.job) for _ in others)]
