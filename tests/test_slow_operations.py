@@ -1,4 +1,4 @@
-"""Operations that are slow for a reason of their own: how they are described, and what the time follows from."""
+"""Operations that are slow for a reason of their own: how they are described and timed."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_depthwise_convolutions_do_not_use_tensor_cores() -> None:
         ("native_batch_norm", "reduction", "bfloat16", (6, 112, 96), 617e6, 617e6, 3.2),
     ],
 )
-def test_norms_of_models_that_only_check_are_near_their_profiles(  # noqa: PLR0913, PLR0917
+def test_norms_of_models_that_only_check_are_near_their_profiles(  # noqa: PLR0917
     op: str, kind: str, dtype: str, dims: tuple[int, ...], read: float, written: float, milliseconds: float
 ) -> None:
     speed = find_speed(trimtab.cluster("H200").devices[0])
