@@ -10,7 +10,8 @@ from trimtab.exams.outside_facts import JobPrediction, read_facts
 from trimtab.predict.capacity import find_least_capacity, training_steps
 from trimtab.predict.estimate import estimate_trace
 from trimtab.predict.memory import add_accumulation
-from trimtab.spec import Setting
+from trimtab.spec import Setting, Strategy
+from trimtab.strategies import STRATEGIES, strategy_of
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import trace_settings
 
@@ -43,12 +44,9 @@ def make_request(row: OutsideRow) -> tuple[TraceRequest, dict[str, Any]]:
         options = {name: value for name, value in options.items() if name not in ADAPTER_OPTIONS}
     if row.base:
         options |= quantised
-    sharded = row.strategy == "fsdp"
     if row.gpus > 1:
-        fields = fields | {
-            "strategy": row.strategy,
-            "mesh": {"dp_shard" if sharded else "dp_replicate": row.gpus},
-        }
+        mesh = STRATEGIES[Strategy(row.strategy)].mesh(row.gpus)
+        fields = fields | {"strategy": row.strategy, "mesh": mesh.to_builtins()}
     setting = Setting.from_builtins(
         {
             "micro_batch": row.micro_batch,
@@ -83,7 +81,7 @@ def replay_row(row: OutsideRow, *, cached: bool = True, worker: WorkerProcess | 
     if beside["keeps_logits"]:
         # The logits of the step before live until the next ones replace them.
         extra += row.micro_batch * row.sequence * request.overrides["vocabulary"] * LOGIT_BYTES
-    if beside["flat"] and row.strategy == "fsdp" and setting.accumulation > 1:
+    if beside["flat"] and strategy_of(setting).is_sharded and setting.accumulation > 1:
         # Without a reduction after each micro-batch, a rank keeps the gradients of all weights that share a
         # flat parameter with a trained one.
         whole = estimate.parts.weights * row.gpus
