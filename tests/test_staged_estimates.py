@@ -17,11 +17,13 @@ def test_shards_of_a_stage_take_their_share_of_its_memory_and_communication() ->
     copies, shards = (
         trimtab.estimate("slm:tiny", "4xH100", pp=2, strategy=way, micro_batch=4) for way in WAYS.values()
     )
-    assert shards.parts.weights == pytest.approx(copies.parts.weights / 2, rel=0.05)
-    assert shards.parts.optimizer == pytest.approx(copies.parts.optimizer / 2, rel=0.05)
-    # Copies in bf16 of whole weights count as activations.
-    assert 0.5 * copies.parts.activations < shards.parts.activations <= copies.parts.activations
+    # The fullest stage is another one: the last has the head, and the first the positions beside the embedding.
+    assert copies.fullest_rank == "stage 2 of 2"
     assert shards.fullest_rank == "stage 1 of 2"
+    assert shards.parts.weights == pytest.approx(copies.parts.weights / 2, rel=0.1)
+    assert shards.parts.optimizer == pytest.approx(copies.parts.optimizer / 2, rel=0.1)
+    # Copies in bf16 of whole weights count as activations.
+    assert 0.5 * copies.parts.activations < shards.parts.activations < 1.1 * copies.parts.activations
     assert copies.pipeline is not None
     assert shards.pipeline is not None
     assert shards.pipeline.layers == copies.pipeline.layers == (1, 1)
