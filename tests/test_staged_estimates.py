@@ -17,7 +17,7 @@ def test_shards_of_a_stage_take_their_share_of_its_memory_and_communication() ->
     copies, shards = (
         trimtab.estimate("slm:tiny", "4xH100", pp=2, strategy=way, micro_batch=4) for way in WAYS.values()
     )
-    # The fullest stage is another one: the last has the head, and the first the positions beside the embedding.
+    # The fullest stage is another one: the last has the head, the first positions beside the embedding.
     assert copies.fullest_rank == "stage 2 of 2"
     assert shards.fullest_rank == "stage 1 of 2"
     assert shards.parts.weights == pytest.approx(copies.parts.weights / 2, rel=0.1)
