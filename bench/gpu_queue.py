@@ -50,7 +50,9 @@ from trimtab.spec import (  # noqa: E402
 from trimtab.spec.setting import read_offload  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from bench.zoo import Entry
 
 RESULTS = HERE / "gpu_results.jsonl"
 PREDICTIONS = HERE / "gpu_predictions.jsonl"
@@ -440,15 +442,17 @@ def _zoo() -> list[QueuedCase]:
     known = entries()
     each = [(name, False) for name in ZOO] + [(name, True) for name in COMPILED_ZOO]
     return [
-        QueuedCase(
-            f"zoo-{name}{'-compile' * compiled}",
-            f"{Path(known[name].place).relative_to(HERE.parent)}:{name}",
-            known[name].micro_batch,
-            compile=compiled,
+        _zoo_case(
+            known[name], f"zoo-{name}{'-compile' * compiled}", known[name].micro_batch, compiled=compiled
         )
         for name, compiled in each
         if name in known
     ]
+
+
+def _zoo_case(entry: Entry, name: str, micro_batch: int, *, compiled: bool) -> QueuedCase:
+    job = f"{Path(entry.place).relative_to(HERE.parent)}:{entry.name}"
+    return QueuedCase(name, job, micro_batch, compile=compiled)
 
 
 def _timed_zoo() -> list[QueuedCase]:
@@ -458,11 +462,11 @@ def _timed_zoo() -> list[QueuedCase]:
     known = entries()
     each = [(name, False) for name in TIMED_ZOO] + [(name, True) for name in TIMED_COMPILED]
     return [
-        QueuedCase(
+        _zoo_case(
+            known[name],
             f"time-{name}{'-compile' * compiled}-b{TIMED_ZOO[name]}",
-            f"{Path(known[name].place).relative_to(HERE.parent)}:{name}",
             TIMED_ZOO[name],
-            compile=compiled,
+            compiled=compiled,
         )
         for name, compiled in each
     ]
@@ -801,6 +805,27 @@ def queue() -> list[QueuedCase]:
         *caps,
         *eager[30:],
     ]
+
+
+def run_forks(run_case: Callable[[Any], None], waiting: list[Any], workers: int) -> None:
+    """Run each case in a fork of its own, some at a time, and say which are done and which failed."""
+    _import_once()
+    running: dict[int, str] = {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            case = waiting.pop(0)
+            child = os.fork()
+            if child == 0:
+                code = 0
+                try:
+                    run_case(case)
+                except BaseException:  # noqa: BLE001 - the next case goes on
+                    traceback.print_exc(limit=-2)
+                    code = 1
+                os._exit(code)
+            running[child] = case.id
+        child, status = os.wait()
+        print(running.pop(child), "failed" if status else "", flush=True)
 
 
 def case_named(name: str) -> QueuedCase:

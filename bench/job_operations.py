@@ -8,9 +8,7 @@ Each case runs one optimizer step below the stopwatch of `trimtab calibrate`, in
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gpu_queue import GpuLock, _import_once, matches, queue
+from bench.gpu_queue import GpuLock, matches, queue, run_forks
 
 DEVICE = "H200 SXM 141GB"
 
@@ -89,24 +87,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    _import_once()
     waiting = list_cases(given.only)
-    running: dict[int, str] = {}
-    while waiting or running:
-        while waiting and len(running) < given.workers:
-            case = waiting.pop(0)
-            child = os.fork()
-            if child == 0:
-                code = 0
-                try:
-                    time_case(case, given.out / f"{case.id}.json")
-                except BaseException:  # noqa: BLE001 - the next case goes on
-                    traceback.print_exc(limit=-2)
-                    code = 1
-                os._exit(code)
-            running[child] = case.id
-        child, status = os.wait()
-        print(running.pop(child), "failed" if status else "", flush=True)
+    run_forks(lambda case: time_case(case, given.out / f"{case.id}.json"), waiting, given.workers)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-import traceback
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gpu_queue import DEVICE, GpuLock, QueuedCase, _import_once, matches, queue
+from bench.gpu_queue import DEVICE, GpuLock, QueuedCase, matches, queue, run_forks
 
 STEPS = 3
 
@@ -74,24 +72,12 @@ def profile_case(case: QueuedCase) -> dict[str, Any]:
 def run(out: Path, only: str, workers: int) -> None:
     """Profile each case in a fork of its own."""
     out.mkdir(parents=True, exist_ok=True)
-    _import_once()
     waiting = [case for case in queue() if matches(case.id, only) and not (out / f"{case.id}.json").exists()]
-    running: dict[int, str] = {}
-    while waiting or running:
-        while waiting and len(running) < workers:
-            case = waiting.pop(0)
-            child = os.fork()
-            if child == 0:
-                code = 0
-                try:
-                    (out / f"{case.id}.json").write_text(json.dumps(profile_case(case)))
-                except BaseException:  # noqa: BLE001 - the next case goes on
-                    traceback.print_exc(limit=-2)
-                    code = 1
-                os._exit(code)
-            running[child] = case.id
-        child, status = os.wait()
-        print(running.pop(child), "failed" if status else "", flush=True)
+
+    def write_profile(case: QueuedCase) -> None:
+        (out / f"{case.id}.json").write_text(json.dumps(profile_case(case)), encoding="utf-8")
+
+    run_forks(write_profile, waiting, workers)
 
 
 def compare(out: Path, only: str, rows: int) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.cache import MemoryCache
 from trimtab.spec import PARTS, Work
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT8, FLOAT32, TF32
-from trimtab.spec.trace import CACHED_ROW_BYTES, ENTER, LEAVE
+from trimtab.spec.trace import CACHED_ROW_BYTES, CHANNELS_LAST, ENTER, LEAVE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -352,7 +352,6 @@ BALANCE_SHARE = 0.5
 NODES_A_CONVOLUTION = 300
 """In a graph with more operations than this per convolution, inductor does not change the layout."""
 SMALL_CHANNELS = 64
-CHANNELS_LAST = 1
 FUSED_OP = "fused"
 BACKWARD_START = "aten::ones_like"
 """First operation of a backward pass: the gradient of the loss with respect to itself."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.catalog.devices import instruction_rate, matmul_share
 from trimtab.catalog.facts import facts_of
 from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
-from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED, SLICED
+from trimtab.spec.trace import BATCH_NORMS, BROADCAST, CHANNELS_LAST, PERMUTED, PROMOTED, SLICED, UPSAMPLING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,14 +33,8 @@ PERSISTENT_WIDTH, PERSISTENT_BATCH = 1024, 128
 SPLITS = (1, 2, 4, 8, 16)
 LIMIT = 2
 """Place of what an operation waits for in the dims of its work."""
-THREADS_AT_ONCE = {
-    f"aten::{library}_batch_norm{direction}": 2
-    for library in ("native", "cudnn")
-    for direction in ("", "_backward")
-} | {f"aten::upsample_{form}2d": 512 for form in ("bilinear", "bicubic")}
+THREADS_AT_ONCE = dict.fromkeys(BATCH_NORMS, 2) | dict.fromkeys(UPSAMPLING, 512)
 """How many keep a multiprocessor busy: thread blocks of norms over the batch, threads of upsampling."""
-CHANNELS_LAST = 1
-"""Layout of a convolution, in its dims."""
 MIN_GROUP_CHANNELS = 8
 """Fewer channels a group than this leave tensor cores without work."""
 MIN_SPLIT = 256
@@ -129,6 +123,8 @@ def device_rates(device: Device) -> Rates | None:
 def roofline_s(work: Work, device: Rates) -> float:
     """Return the seconds of an operation if every kernel were as efficient as large ones."""
     facts = device.law
+    if work.kind == "convolution":
+        return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + _convolution_s(work, device)
     moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * facts.streamed)
     at_once = THREADS_AT_ONCE.get(work.op)
     if at_once and len(work.dims) > LIMIT and work.dims[LIMIT]:
@@ -140,11 +136,9 @@ def roofline_s(work: Work, device: Rates) -> float:
     if work.kind == "optimizer":
         # Updates with states in few bits search tables: the instructions of that are counted, not arithmetic.
         computing = work.flops / (device.instructions or device.float32)
-    elif work.flops and work.kind != "convolution":
+    elif work.flops:
         peak = device.peak(work.dtype) * facts.sustained
         computing = _product_s(work, peak, device) if work.kind == "matrix" else work.flops / peak
-    if work.kind == "convolution":
-        return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + _convolution_s(work, device)
     if work.kind == "recurrent" and work.dims:
         computing += work.dims[1] * CELL_LAUNCHES.get(work.op, 2) * facts.cell_kernel_s
     return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + max(moving, computing)

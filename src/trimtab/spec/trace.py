@@ -52,6 +52,14 @@ TENSOR_PARALLEL_OPS = ("_c10d_functional::", "_dtensor::")
 """Prefixes of the names of collectives of layers that ranks split between them; those of FSDP have others."""
 ZERO_GRADIENTS = "aten::_foreach_zero_"
 """Name of the operation that sets the buckets of gradients to zero, once before the first micro-batch."""
+BATCH_NORMS = {
+    f"aten::{library}_batch_norm{direction}"
+    for library in ("native", "cudnn")
+    for direction in ("", "_backward")
+}
+CHANNELS_LAST = 1
+"""Layout of a convolution, in its dims."""
+UPSAMPLING = {f"aten::upsample_{form}2d" for form in ("bilinear", "bicubic")}
 PERMUTED, BROADCAST, PROMOTED, SLICED = 1, 2, 4, 8
 """Bits for what keeps an operation from reading and writing memory sequentially."""
 

@@ -20,6 +20,7 @@ from trimtab.engine.precision import dtype_name
 from trimtab.engine.sync_norm import SharedStatistics
 from trimtab.spec import Work
 from trimtab.spec.trace import (
+    BATCH_NORMS,
     BROADCAST,
     CACHED_ROW_BYTES,
     CONTEXT,
@@ -29,6 +30,7 @@ from trimtab.spec.trace import (
     SLICED,
     STATISTICS,
     TENSOR_PARALLEL_OPS,
+    UPSAMPLING,
     ZERO_GRADIENTS,
 )
 from trimtab.trace.data_dependent import RAGGED_ATTRIBUTE
@@ -94,12 +96,6 @@ POINTWISE_OPS = {
     "aten::maximum", "aten::minimum", "aten::clamp_min", "aten::clamp_max", "aten::logical_and",
     "aten::mse_loss_backward", "aten::addmm",
 }  # fmt: skip
-BATCH_NORMS = {
-    f"aten::{library}_batch_norm{direction}"
-    for library in ("native", "cudnn")
-    for direction in ("", "_backward")
-}
-UPSAMPLING = {f"aten::upsample_{form}2d" for form in ("bilinear", "bicubic")}
 UPSAMPLING_BACKWARD = {f"{name}_backward" for name in UPSAMPLING}
 ADDING_OPS = {"aten::index_add", "aten::scatter_add", "aten::scatter_reduce", "aten::index_put"}
 CHANNEL_SOFTMAX = {"aten::_softmax", "aten::_log_softmax"}
