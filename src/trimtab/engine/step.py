@@ -249,12 +249,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     """
     _refuse_combinations(model, setting)
     sharded = strategy_of(setting).is_sharded
-    if (wrapping := strategy_of(setting).wrapping) not in ARRANGED:
-        raise NotImplementedError(f"arrange_model does not know {wrapping}")
-    if install_stage is None:
-        split = StageSplit()
-    elif split is None:
-        split = find_stage_split(model, setting, follow)
+    split = StageSplit() if install_stage is None else split or find_stage_split(model, setting, follow)
     context = arrange_context(model, setting)
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
@@ -359,6 +354,8 @@ def make_meta_loss(job: Any, setting: Setting) -> Callable[[nn.Module], Any] | N
 
 def _refuse_combinations(model: nn.Module, setting: Setting) -> None:
     """Raise if parts of a setting do not go together, or not with the model."""
+    if (wrapping := strategy_of(setting).wrapping) not in ARRANGED:
+        raise NotImplementedError(f"arrange_model does not know {wrapping}")
     if strategy_of(setting).is_sharded:
         # On all ranks, before each of them has a part of the model.
         refuse_scalars(model, setting)
