@@ -1,10 +1,10 @@
 """Cut each file of a run folder at every byte, and read the folder with every reader: nothing may crash.
 
-    python bench/truncated_runs.py               every byte of files up to 4 KiB, 400 cuts of larger ones
-    python bench/truncated_runs.py --cuts 40     fewer
+    python bench/truncated_runs.py               every byte of every file
+    python bench/truncated_runs.py --cuts 40     at most 40 cuts of each file
 
-It trains a small job first. `report`, `watch`, `doctor` and `jobs` read each cut folder; `train` resumes in
-it for three cuts of each file. A reader may refuse a folder with an error of trimtab; all else is a bug.
+It trains a small job first. Every reader reads each cut folder; `train` resumes in it for three cuts of each
+file. A reader may refuse a folder with an error of trimtab, or must say what is lost; all else is a bug.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
-SMALL_BYTES = 4096
-"""Files up to this size are cut at every byte."""
-CUTS = 400
 JOB = """
 import torch
 from torch.utils.data import TensorDataset
@@ -72,76 +69,116 @@ def continue_run(home: Path, folder: Path, steps: int, **options: Any) -> None:
         trimtab.train(f"{home / 'job.py'}:Job", steps=steps, out=str(folder), **options)
 
 
-def list_cuts(size: int, most: int = CUTS) -> Iterable[int]:
-    """Return the lengths that a file of some size is cut to.
+def list_cuts(size: int, most: int | None = None) -> range:
+    """Return the lengths that a file of some size is cut to: all, or at most so many.
 
-    >>> list(list_cuts(3)), len(list(list_cuts(10**6, most=10)))
+    >>> list(list_cuts(3)), len(list_cuts(10**6, most=10))
     ([0, 1, 2], 10)
     """
-    return range(size) if size <= min(SMALL_BYTES, most) else range(0, size, -(-size // most))
+    return range(0, size, -(-size // most) if most and size > most else 1)
 
 
-def _report(folder: Path) -> None:
+class Reading(NamedTuple):
+    """What a reader took from a folder, and what it said is wrong with it."""
+
+    content: Any
+    notes: tuple[str, ...] = ()
+
+
+def _report(folder: Path) -> Reading:
     from trimtab.pages.page import build_page, draw_figures
     from trimtab.pages.report_data import read_report_data
 
     data = read_report_data(folder)
     build_page(data, draw_figures(data))
+    run = data.run
+    return Reading(run and (run.plan, run.identity, run.attempt, run.lines, run.events), data.missing)
 
 
-def _watch(folder: Path) -> None:
+def _watch(folder: Path) -> Reading:
     from trimtab.probe.machine import this_machine
     from trimtab.watching.watch import RunFollower
 
-    RunFollower(folder).look(time.time(), this_machine(), ()).to_json()
+    run = RunFollower(folder).look(time.time(), this_machine(), ())
+    return Reading(run.replace(damage=(), silent_s=None), run.damage)
 
 
-def _diagnose(folder: Path) -> None:
+def _diagnose(folder: Path) -> Reading:
     from trimtab.diagnosis.diagnose import diagnose_logs
 
-    json.dumps(diagnose_logs([str(folder)]).to_builtins())
+    diagnosis = diagnose_logs([str(folder)])
+    return Reading(json.dumps([finding.to_builtins() for finding in diagnosis.findings]), diagnosis.notes)
 
 
-def _list_jobs(folder: Path) -> None:
+def _list_jobs(folder: Path) -> Reading:
     from trimtab.launching.jobs import find_folders, read_progress, slurm_job_of
+
+    run = read_progress(folder)
+    damage = () if run is None else run.damage
+    return Reading(
+        (find_folders([folder.parent]), slurm_job_of(folder), run and run.replace(damage=())), damage
+    )
+
+
+def _summarize(folder: Path) -> Reading:
     from trimtab.launching.run_summary import read_summary
 
-    find_folders([folder.parent])
-    read_progress(folder)
-    slurm_job_of(folder)
-    read_summary(folder)
+    return Reading(read_summary(folder))
 
 
-def _open(folder: Path) -> None:
+def _read_plan(folder: Path) -> Reading:
+    from trimtab.planner.plan_files import read_plan_file
+
+    return Reading(read_plan_file(folder / "plan.json"))
+
+
+def _check_checkpoints(folder: Path) -> Reading:
+    """Check each checkpoint as a run does before it loads one."""
+    from trimtab.training.checkpoint_format import find_fault
+
+    faults = [find_fault(checkpoint) for checkpoint in sorted((folder / "checkpoints").glob("step-*"))]
+    return Reading(None, tuple(filter(None, faults)))
+
+
+def _open(folder: Path) -> Reading:
     """Open the folder as a resumed run does, and load its newest checkpoint."""
     import torch
 
-    from trimtab.spec import Plan
     from trimtab.training.checkpoints import CheckpointManager
-    from trimtab.training.run_folder import RunFolder, RunIdentity, read_run_plan
+    from trimtab.training.run_folder import RunFolder, RunIdentity
 
     identity = RunIdentity.from_json((folder / "run.json").read_bytes(), origin="run.json")
-    plan = read_run_plan(folder)
-    if not isinstance(plan, Plan):
-        return
-    opened = RunFolder.open(folder, identity=identity, plan=plan)
+    opened = RunFolder.open(folder, identity=identity, plan=identity)
+    incidents: list[str] = []
     try:
-        opened.read_events()
+        content: list[Any] = [opened.read_events(), opened.read_lines()]
         opened.rewind(2)
         model = torch.nn.Linear(4, 1).double()
         objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-        CheckpointManager(opened.checkpoints).load_latest(objects)
+        manager = CheckpointManager(opened.checkpoints, report=lambda event: incidents.append(event.text))
+        loaded = manager.load_latest(objects)
+        content.append(loaded and (loaded.step, loaded.extra))
     finally:
         opened.close()
+    return Reading(content, (*opened.damage, *incidents))
 
 
-READERS: dict[str, Callable[[Path], None]] = {
+READERS: dict[str, Callable[[Path], Reading]] = {
     "report": _report,
     "watch": _watch,
     "doctor": _diagnose,
     "jobs": _list_jobs,
+    "jobs --summary": _summarize,
+    "plan file": _read_plan,
+    "checkpoint": _check_checkpoints,
     "resume": _open,
 }
+WRITES = "resume"
+"""The reader that changes the folder: it locks it, and sets a damaged checkpoint aside."""
+DATA = (".distcp", ".pt")
+"""Endings of files with a checkpoint's data. "checkpoint" makes the check of "resume" at every byte."""
+DATA_CUTS = 100
+"""Cuts of such files that are resumed from."""
 
 
 def cut_copy(run: Path, target: Path, name: str, length: int) -> None:
@@ -157,24 +194,80 @@ def list_files(run: Path) -> list[str]:
     return sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())
 
 
-def read_cuts(run: Path, target: Path, most: int) -> tuple[Counter[str], dict[str, str]]:
-    """Read every cut of every file; return counts by reader and outcome, and the tracebacks."""
+_opened: set[str] | None = None
+"""Files that were opened since it was set; None: not recorded."""
+
+
+def _hear_open(event: str, arguments: tuple[Any, ...]) -> None:
+    if _opened is not None and event == "open" and isinstance(arguments[0], str | os.PathLike):
+        _opened.add(os.fspath(arguments[0]))
+
+
+sys.addaudithook(_hear_open)
+
+
+def list_opened(read: Callable[[Path], Reading], folder: Path) -> set[str]:
+    """Return the files of a folder that a reader opens."""
+    global _opened  # noqa: PLW0603 - an audit hook cannot be removed
+    _opened = set()
+    try:
+        with contextlib.suppress(TrimtabError):
+            read(folder)
+        return {name for name in list_files(folder) if str(folder / name) in _opened}
+    finally:
+        _opened = None
+
+
+def read_cuts(
+    run: Path, target: Path, most: int | None = None, limits: Mapping[str, int] | None = None
+) -> tuple[Counter[str], dict[str, str]]:
+    """Cut every file at every byte, or at most so often; return counts by reader and outcome, and faults.
+
+    `limits` are the most cuts of a file for readers that are slow.
+
+    A cut is lossless if a reader shows the same as before, reported if it says what is wrong, refused if it
+    raises an error of trimtab. A fault is another exception, or a loss without a word. A file that a reader
+    never opens is cut at three places for it.
+    """
     counts: Counter[str] = Counter()
-    failures: dict[str, str] = {}
-    for name in list_files(run):
-        for length in list_cuts((run / name).stat().st_size, most):
-            for word, read in READERS.items():
-                # Reading may change a folder: a damaged checkpoint is set aside.
-                cut_copy(run, target, name, length)
-                try:
-                    read(target)
-                    counts[f"{word} reads it"] += 1
-                except TrimtabError:
-                    counts[f"{word} refuses it"] += 1
-                except Exception:  # noqa: BLE001 - it is what this program looks for
-                    counts[f"{word} fails"] += 1
-                    failures.setdefault(f"{word}: {name} cut to {length} bytes", traceback.format_exc())
-    return counts, failures
+    faults: dict[str, str] = {}
+    for word, read in READERS.items():
+        cut_copy(run, target, "run.lock", (run / "run.lock").stat().st_size)
+        opened = list_opened(read, target)
+        cut_copy(run, target, "run.lock", (run / "run.lock").stat().st_size)
+        whole = read(target)
+        for name in list_files(run):
+            data = (run / name).read_bytes()
+            bounds = [most, None if name in opened else 3, (limits or {}).get(word)]
+            bounds.append(DATA_CUTS if word == WRITES and name.endswith(DATA) else None)
+            limit = min(filter(None, bounds), default=None)
+            for length in list_cuts(len(data), limit):
+                if word == WRITES:
+                    cut_copy(run, target, name, length)
+                else:
+                    (target / name).write_bytes(data[:length])
+                outcome, fault = _read_cut(read, target, whole)
+                counts[f"{word}: {outcome}"] += 1
+                if fault:
+                    faults.setdefault(f"{word}, {name}: {outcome}", f"cut to {length} bytes: {fault}")
+            if word != WRITES:
+                (target / name).write_bytes(data)
+    return counts, faults
+
+
+def _read_cut(read: Callable[[Path], Reading], folder: Path, whole: Reading) -> tuple[str, str]:
+    """Return the outcome of reading a cut folder, and what is wrong with it, if anything."""
+    try:
+        reading = read(folder)
+    except TrimtabError:
+        return "refused", ""
+    except Exception:  # noqa: BLE001 - it is what this program looks for
+        return "fails", traceback.format_exc()
+    if set(reading.notes) - set(whole.notes):
+        return "reported", ""
+    if reading.content == whole.content:
+        return "lossless", ""
+    return "silent", f"{whole.content}\n{reading.content}"
 
 
 def resume_cuts(
@@ -203,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cuts", type=int, default=CUTS)
+    parser.add_argument("--cuts", type=int)
     options = parser.parse_args()
     from machine import machine  # type: ignore[import-not-found] # beside this file
 
@@ -213,7 +306,7 @@ def main() -> None:
         home = Path(folder)
         run = make_run(home)
         sizes = [(run / name).stat().st_size for name in list_files(run)]
-        cuts = sum(len(list(list_cuts(size, options.cuts))) for size in sizes)
+        cuts = sum(len(list_cuts(size, options.cuts)) for size in sizes)
         print(f"{len(sizes)} files, {sum(sizes):,} bytes, {cuts:,} cuts")
         target = home / "cut"
         for counts, failures in (read_cuts(run, target, options.cuts), resume_cuts(home, run, target)):

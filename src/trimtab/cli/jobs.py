@@ -139,6 +139,7 @@ def _job(job: JobView) -> list[RenderableType]:
             render_labelled("at", _progress(job.run), "dim"),
             render_labelled("run", job.run.folder, "dim"),
         ]
+        parts += [render_labelled("damaged", words, "red") for words in job.run.damage]
         last = job.run.last_incident
         if last is not None:
             parts.append(

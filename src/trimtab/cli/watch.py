@@ -135,6 +135,7 @@ def _run(run: WatchedRun) -> Iterator[RenderableType]:
     yield head
     if words := figures(run):
         yield Padding(Text(escape_control(", ".join(words))), (0, 0, 0, 3))
+    yield from (_said(words, "damaged", "red") for words in run.damage)
     yield from (_said(event(incident), "event", "yellow") for incident in run.events)
     yield from (_said(advice(item), item.kind, "magenta") for item in run.advice)
 
@@ -225,11 +226,12 @@ class Lines:
             yield ", ".join([run.state, *figures(run)])
         fresh = {over}
         for label, words in (
+            *(("damaged", words) for words in run.damage),
             *(("event", event(incident)) for incident in run.events),
             *((item.kind, advice(item)) for item in run.advice),
         ):
             # Numbers in advice change all the time; that it is given is what is new.
-            key = words if label == "event" else label
+            key = words if label in ("event", "damaged") else label
             fresh.add(key)
             if key not in known:
                 yield f"{label}: {words}"

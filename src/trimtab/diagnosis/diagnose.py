@@ -220,6 +220,7 @@ class LogReader:
             where = world or this_machine()
             follower = RunFollower(folder)
             run = follower.look(time.time(), where, ())
+            self.notes += [f"{folder}: {words}." for words in run.damage]
             self._compare_run(folder, follower.lines, plan or follower.plan, stated=plan is not None)
             pid, host = read_lock_holder(folder)
             seen = bool(pid) and host == where.host("name")

@@ -25,7 +25,7 @@ from trimtab.files import read_json_lines
 from trimtab.probe.scheduler import parse_node_list
 from trimtab.spec import Attempt, Incident, JobProgress, JobView, QueuedJob
 from trimtab.spec.base import LARGEST
-from trimtab.training.run_folder import is_step_object, read_attempt
+from trimtab.training.run_folder import is_step_object, list_damage, read_attempt
 from trimtab.training.task import RUNS_FOLDER
 from trimtab.units import parse_whole
 
@@ -415,7 +415,7 @@ def read_progress(folder: Path) -> JobProgress | None:
         last = Incident.from_builtins(incidents[-1]) if incidents else None
     except (msgspec.ValidationError, RecursionError):
         last = None
-    return measure_progress(str(folder), job, attempt, lines, last)
+    return measure_progress(str(folder), job, attempt, lines, last).replace(damage=list_damage(folder))
 
 
 def is_alive(folder: Path, attempt: Attempt) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import WrongUse
 from trimtab.files import write_atomic
 from trimtab.spec import PredictionCheck, Summary
-from trimtab.training.run_folder import RunFolder
+from trimtab.training.run_folder import SUMMARY_FILE, RunFolder
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Attempt, Incident, Plan
 
-JSON, TEXT = "summary.json", "summary.txt"
+JSON, TEXT = SUMMARY_FILE, "summary.txt"
 WARM_UP = 3
 """First steps of a run that say little about its speed, where there are more."""
 ALL_GPUS = Path("/proc/driver/nvidia/gpus")

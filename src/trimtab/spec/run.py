@@ -283,6 +283,8 @@ class JobProgress(Noun, frozen=True, kw_only=True):
     processes: int | None = None
     attempt: int | None = None
     last_incident: Incident | None = None
+    damage: tuple[str, ...] = ()
+    """What the files of its folder have lost, such as the end of a cut one."""
 
     def faults(self) -> list[str]:
         """Check that counts are not negative."""
@@ -404,6 +406,8 @@ class WatchedRun(Noun, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ()
     """Keys of the GPUs of this machine that the run is known to use."""
     advice: tuple[Advice, ...] = ()
+    damage: tuple[str, ...] = ()
+    """What the files of its folder have lost, such as the end of a cut one."""
 
     def faults(self) -> list[str]:
         """Check that counts are not negative."""

@@ -444,7 +444,20 @@ class _Extension:
             return AllocationRef(there, *self._direction(spot.turn - other.turn))
         if spot is None and other is None:
             return AllocationRef(there, self.more.number(there) - self.more.number(then_there))
-        raise BlocksDiffer("one turn frees what was put in, another what was not")
+        step = self._count_blocks_between(then_there, there)
+        if spot is None or not step:
+            raise BlocksDiffer("one turn frees what was put in, another what was not")
+        return AllocationRef(there, *self._direction(step))
+
+    def _count_blocks_between(self, before: int, there: int) -> int:
+        """Return by how many blocks two equal allocations are apart; 0 if they are not equal.
+
+        The first block may be no equal stretch, as it does not free what the embedding allocated, but it
+        allocates the same.
+        """
+        first, last = self.more.block(before), self.more.block(there)
+        are_equal = self._describe(self.more.number(before)) == self._describe(self.more.number(there))
+        return last - first if are_equal and first is not None and last is not None else 0
 
     def _direction(self, step: int) -> tuple[int, int]:
         """Return the direction of a reference: forward with the entry, or backward from the last turn."""

@@ -127,6 +127,8 @@ class EventLog:
         """Write that an attempt has begun; record whether the last one was killed, requeued or resized."""
         if not self.world.is_main:
             return
+        for words in self.folder.damage:
+            self.step_log.say(f"{self.folder.root} is damaged: {words}")
         before = self._read_attempt()
         self.folder.events_file.touch()
         lines = self.folder.read_lines()

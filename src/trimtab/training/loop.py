@@ -375,6 +375,7 @@ class TrainingLoop:
         self.bad_steps.restore(BadStepPolicy.from_json(extra["ladder"]), rolled_back=before is not None)
         self.best, self.loss = extra["best"], extra["loss"]
         dropped = self.events.folder.rewind(loaded.step)
+        self._say_lost_steps(loaded.step)
         RunProgress.step = self.events.step = loaded.step
         again = f"; {plural(dropped, 'step')} after it will be taken again" if dropped else ""
         self.events.record(
@@ -383,6 +384,15 @@ class TrainingLoop:
             f"the run goes on from step {loaded.step}{again}",
         )
         return loaded.step
+
+    def _say_lost_steps(self, step: int) -> None:
+        """Say that the log does not reach the step of the checkpoint that was loaded."""
+        lines = self.events.folder.read_lines() if self.world.is_main else []
+        last = lines[-1]["step"] if lines else 0
+        if self.world.is_main and last < step:
+            self.events.step_log.say(
+                f"{self.events.folder.log_file} ends at step {last:,}: its lines up to step {step:,} are lost"
+            )
 
     # the run
 

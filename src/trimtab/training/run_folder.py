@@ -22,7 +22,7 @@ import msgspec
 
 from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
 from trimtab.files import read_json_lines, write_atomic, write_synced
-from trimtab.spec import Attempt, Incident, Plan
+from trimtab.spec import Attempt, Incident, Plan, Summary
 from trimtab.spec.base import LARGEST, Noun, check_minimum, remove_derived_keys, remove_unknown_keys
 from trimtab.training.step_log import StepLine
 from trimtab.units import format_bytes
@@ -44,6 +44,8 @@ LOG_FILE, EVENTS_FILE, PLAN_FILE, IDENTITY_FILE, LOCK_FILE = (
 )
 ATTEMPT_FILE = "attempt.json"
 """The last attempt: when it began, and whether it ended in order."""
+SUMMARY_FILE = "summary.json"
+"""Written after the last step of a run."""
 STAGES_FILE = "stages.json"
 """A training in stages has this file in its folder, and its runs in subfolders."""
 _USE_ANOTHER_FOLDER = "Give another folder with --out."
@@ -111,6 +113,8 @@ class RunFolder:
     root: Path
     main: bool = True
     """Whether this process writes; other ranks only use the paths."""
+    damage: tuple[str, ...] = ()
+    """What its files had lost when it was opened."""
     _lock: int | None = field(default=None, repr=False)
     _writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -134,6 +138,7 @@ class RunFolder:
         if not main:
             return folder
         folder._claim(identity, needs_bytes, patience_s)
+        folder.damage = list_damage(folder.root)
         try:
             folder._write_run_files(identity, plan)
         except BaseException:
@@ -393,6 +398,7 @@ _STEP_NUMBERS = (
     "gpus",
 )
 """Fields of a step that readers calculate with."""
+_TORN = "the last line is not whole and is left out"
 LARGEST_FILE = 64 << 20
 """Larger JSON files are not read; a plan is far smaller."""
 
@@ -491,11 +497,14 @@ def read_run(root: Path) -> RunRecord:
     notes: list[str] = []
     lines, events = _read_steps(root, notes), _read_events(root, notes)
     plan = _read_noun(root / PLAN_FILE, Plan, notes)
+    identity = _read_noun(root / IDENTITY_FILE, RunIdentity, notes)
+    attempt = _read_optional(root / ATTEMPT_FILE, Attempt, notes)
+    _compare_summary(root, lines[-1].step if lines else 0, len(events), notes)
     return RunRecord(
         root=root,
         plan=plan,
-        identity=_read_noun(root / IDENTITY_FILE, RunIdentity, notes),
-        attempt=read_attempt(root),
+        identity=identity,
+        attempt=attempt,
         lines=lines,
         events=events,
         notes=tuple(notes),
@@ -510,6 +519,57 @@ def read_attempt(root: Path) -> Attempt | None:
 def read_run_plan(root: Path) -> Plan | None:
     """Return the run's current plan; None if it is missing or cannot be read."""
     return _read_noun(root / PLAN_FILE, Plan, [])
+
+
+def list_damage(root: Path) -> tuple[str, ...]:
+    """List what the files of a run have lost, without reading a long log: files and lines that are cut.
+
+    A file that is missing is not listed: the run may not have written it yet.
+    """
+    notes: list[str] = []
+    for name, kind in ((PLAN_FILE, Plan), (IDENTITY_FILE, RunIdentity), (ATTEMPT_FILE, Attempt)):
+        _read_optional(root / name, kind, notes)
+    step, events = 0, 0
+    for line in read_json_lines(_read_last_lines(root / LOG_FILE, notes)):
+        step = line["step"] if is_step_object(line) else step
+    if (root / SUMMARY_FILE).exists():
+        events = sum(event is not None for event in _read_nouns(root / EVENTS_FILE, Incident, []))
+    _read_last_lines(root / EVENTS_FILE, notes)
+    _compare_summary(root, step, events, notes)
+    return tuple(notes)
+
+
+def _read_last_lines(file: Path, notes: list[str]) -> bytes:
+    """Return the last lines of a file; append to `notes` that the last one is incomplete."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - LONGEST_LINE))
+            data = stream.read(LONGEST_LINE)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read ({error.strerror})")
+        return b""
+    if data and not data.endswith(b"\n"):
+        notes.append(f"{file.name}: {_TORN}")
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _compare_summary(root: Path, step: int, events: int, notes: list[str]) -> None:
+    """Append to `notes` that a finished run has lost steps or events which its summary counts."""
+    summary = _read_optional(root / SUMMARY_FILE, Summary, notes)
+    if summary is None:
+        return
+    if step < summary.steps:
+        notes.append(f"{LOG_FILE} ends at step {step:,}, but {SUMMARY_FILE} counts {summary.steps:,} steps")
+    counted = sum(summary.incidents.values())
+    if events < counted:
+        notes.append(f"{EVENTS_FILE} has {events:,} events, but {SUMMARY_FILE} counts {counted:,}")
+
+
+def _read_optional(file: Path, kind: type[N], notes: list[str]) -> N | None:
+    """Read an object from a file that a run may not have written yet."""
+    return _read_noun(file, kind, notes) if file.exists() else None
 
 
 def _read_steps(root: Path, notes: list[str]) -> tuple[StepLine, ...]:
@@ -543,7 +603,7 @@ def _read_nouns(file: Path, kind: type[N], notes: list[str]) -> list[N | None]:
         many = "1 line" if tail.unread == 1 else f"{tail.unread:,} lines"
         notes.append(f"{file.name}: {many} could not be read")
     if tail.torn:
-        notes.append(f"{file.name}: the last line is not whole and is left out")
+        notes.append(f"{file.name}: {_TORN}")
     return nouns
 
 

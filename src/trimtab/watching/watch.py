@@ -21,6 +21,7 @@ from trimtab.training.run_folder import (
     PLAN_FILE,
     JsonLineTail,
     is_step,
+    list_damage,
     read_attempt,
     read_run_plan,
 )
@@ -153,6 +154,7 @@ class RunFollower:
             silent_s=silent,
             events=tuple(self.events),
             devices=self._devices(world, gauges) if state in UNDER_WAY else (),
+            damage=list_damage(self.folder),
         )
 
     def _read(self) -> None:
