@@ -13,7 +13,8 @@ import trimtab
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.op_time import device_rates, roofline_s
 from trimtab.spec import Work
-from trimtab.spec.trace import SLICED
+from trimtab.spec.trace import CHANNELS_LAST, PERMUTED, SLICED
+from trimtab.trace.op_cost import MIXED_LAYOUT
 
 DESCRIBE = """
 import json
@@ -45,7 +46,15 @@ with mode, recorder, torch.device("cuda"):
     loss = loss + torch.tanh(left).sum() + torch.sigmoid(x).sum()
     rows = torch.randint(10, (70,))
     loss = loss + torch.zeros(10, 4).index_add_(0, rows, torch.randn(70, 4, requires_grad=True)).sum()
+    for image in (x, last):
+        loss = loss + functional.interpolate(image, size=(4, 6), mode="bicubic").sum()
     loss.backward()
+    for image, grad in ((last, x), (x, last)):
+        weight = torch.randn(32, 1, 3, 3)
+        sizes = ([1, 1], [1, 1], [1, 1], False, [0, 0], 32)
+        torch.ops.aten.convolution_backward(
+            grad.detach(), image.detach(), weight, None, *sizes, [True, True, False]
+        )
 print(json.dumps([(work.op, work.dims, work.read_bytes, work.write_bytes) for work in recorder.works]))
 """
 
@@ -79,6 +88,18 @@ def test_upsampling_has_a_thread_a_pixel_and_adds_sixteen_into_one_backward(
     assert [dims[2] for dims in dims_of(described, "upsample_bilinear2d_backward")] == [16]
 
 
+def test_bicubic_upsampling_has_a_thread_a_pixel_in_both_passes(described: list[list[Any]]) -> None:
+    forward = dims_of(described, "upsample_bicubic2d")
+    assert [dims[2] for dims in forward] == [24, 24]
+    assert [dims[0] & PERMUTED for dims in forward] == [0, PERMUTED]
+    assert {tuple(dims[2:]) for dims in dims_of(described, "upsample_bicubic2d_backward")} == {(1, 24)}
+
+
+def test_a_convolution_runs_in_the_layout_of_its_input(described: list[list[Any]]) -> None:
+    backward = [dims[4] for dims in dims_of(described, "convolution_backward") if dims[0] == 32]
+    assert backward == [CHANNELS_LAST, MIXED_LAYOUT]
+
+
 def test_sums_into_rows_say_how_many_go_to_one_row(described: list[list[Any]]) -> None:
     assert [dims[2] for dims in dims_of(described, "index_add_")] == [7]
 
@@ -96,7 +117,11 @@ def test_only_a_tensor_with_gaps_is_sliced(described: list[list[Any]]) -> None:
 def test_a_bias_is_added_in_a_pass_of_its_own(described: list[list[Any]]) -> None:
     result_bytes = 4 * 16 * 6 * 6 * 4
     forward = [written for name, _, _, written in described if name == "aten::convolution"]
-    backward = [written for name, _, _, written in described if name == "aten::convolution_backward"]
+    backward = [
+        written
+        for name, dims, _, written in described
+        if name == "aten::convolution_backward" and dims[0] == 1
+    ]
     assert forward == [2 * result_bytes, 0]
     assert sorted(backward) == [0, result_bytes]
 

@@ -159,6 +159,43 @@ def _upsampling(kind: str, batch: int, side: int, channels: int) -> CalibrationP
     return CalibrationProgram(f"upsampling {channels} x {side}^2, batch {batch}, {kind}", need, run)
 
 
+def _positions(
+    kind: str, count: int, width: int, sides: tuple[int, int], resized: tuple[int, int]
+) -> CalibrationProgram:
+    """Position embeddings for images of another size: bicubic, with the channels of a pixel side by side."""
+
+    def run() -> None:
+        with use_precision(kind):
+            table = torch.randn(count, sides[0] * sides[1], width, requires_grad=True)
+            image = table.transpose(1, 2).view(count, width, *sides)
+            resized_image = functional.interpolate(image, size=resized, mode="bicubic", align_corners=False)
+            loss = resized_image.flatten(2).transpose(1, 2).float().square().mean()
+        loss.backward()
+
+    pixels = sides[0] * sides[1] + resized[0] * resized[1]
+    name = f"{count} x {width} position embeddings, {sides} to {resized}, {kind}"
+    return CalibrationProgram(name, count * width * pixels * 4 * 8, run)
+
+
+def _wide_upsampling(kind: str, batch: int, side: int, channels: int) -> CalibrationProgram:
+    """Images with channels last, made larger."""
+
+    def run() -> None:
+        with use_precision(kind):
+            image = torch.randn(batch, channels, side, side, requires_grad=True)
+            x = image.to(memory_format=torch.channels_last)
+            loss: Any = 0.0
+            for scale in (2, 4, 8):
+                large = functional.interpolate(x, scale_factor=scale, mode="bilinear")
+                loss = loss + large.float().square().mean()
+        loss.backward()
+
+    need = batch * channels * side * side * 4 * 64 * 5
+    return CalibrationProgram(
+        f"upsampling channels-last {channels} x {side}^2, batch {batch}, {kind}", need, run
+    )
+
+
 def _graph(dtype: torch.dtype, nodes: int, edges: int, width: int) -> CalibrationProgram:
     """Messages along the edges of a graph: rows taken, weighted, and added into the rows of their targets."""
 
@@ -269,6 +306,12 @@ def list_layer_programs(kind: str) -> list[CalibrationProgram]:
         _volumes(kind, 2, 32, 64, 32),
         _upsampling(kind, 8, 64, 256),
         _upsampling(kind, 16, 16, 512),
+        _wide_upsampling(kind, 8, 64, 64),
+        _wide_upsampling(kind, 16, 32, 256),
+        _positions(kind, 1, 768, (14, 14), (24, 24)),
+        _positions(kind, 1, 384, (37, 37), (28, 28)),
+        _positions(kind, 12, 384, (24, 24), (32, 32)),
+        _positions(kind, 4, 1024, (20, 30), (40, 48)),
         _dilated(kind, 8, 8192, 64),
         _dilated(kind, 16, 16_384, 128),
         _points(kind, 32, 1024),

@@ -31,9 +31,10 @@ product's parts. Products that do not depend on the previous time step run for m
 PERSISTENT_WIDTH, PERSISTENT_BATCH = 1024, 128
 """Largest sizes for which torch asks cuDNN to run one layer in one direction as a single kernel, in fp16."""
 SPLITS = (1, 2, 4, 8, 16)
-LIMIT = 2
-"""Place of what an operation waits for in the dims of its work."""
-THREADS_AT_ONCE = dict.fromkeys(BATCH_NORMS, 2) | dict.fromkeys(UPSAMPLING, 512)
+LIMIT, THREADS = 2, 3
+"""Places in the dims of a work: what an operation waits for, and if that is something else, its threads."""
+BICUBIC_BACKWARD = "aten::upsample_bicubic2d_backward"
+THREADS_AT_ONCE = dict.fromkeys(BATCH_NORMS, 2) | dict.fromkeys((*UPSAMPLING, BICUBIC_BACKWARD), 512)
 """How many keep a multiprocessor busy: thread blocks of norms over the batch, threads of upsampling."""
 MIN_GROUP_CHANNELS = 8
 """Fewer channels a group than this leave tensor cores without work."""
@@ -127,8 +128,9 @@ def roofline_s(work: Work, device: Rates) -> float:
         return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + _convolution_s(work, device)
     moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * facts.streamed)
     at_once = THREADS_AT_ONCE.get(work.op)
-    if at_once and len(work.dims) > LIMIT and work.dims[LIMIT]:
-        moving *= max(1.0, at_once * device.multiprocessors / work.dims[LIMIT])
+    place = THREADS if work.op == BICUBIC_BACKWARD else LIMIT
+    if at_once and len(work.dims) > place and work.dims[place]:
+        moving *= max(1.0, at_once * device.multiprocessors / work.dims[place])
     if work.kind == "pointwise":
         # Each kernel of an operation such as roll moves all of it.
         moving *= max(1, work.kernels)
@@ -230,11 +232,11 @@ def work_coordinates(work: Work) -> tuple[float, ...]:
         tensors, numbers = dims
         return (_log(tensors) / 2, _log(numbers), _log(numbers / max(1, tensors)) / 2)
     moved = work.read_bytes + work.write_bytes
-    obstacles, last, limit = (*dims, 0, 0, 0)[:3]
+    obstacles, last, limit, threads = (*dims, 0, 0, 0, 0)[:4]
     narrow = _log(last) / 3 if work.kind == "reduction" else 0.0
     traits = [3.0 * bool(obstacles & flag) for flag in (PERMUTED, BROADCAST, PROMOTED, SLICED)]
     waiting = 3 * bool(limit) + _log(limit)
-    return (_log(moved) / 2, 4 * work.read_bytes / max(moved, 1), narrow, *traits, waiting)
+    return (_log(moved) / 2, 4 * work.read_bytes / max(moved, 1), narrow, *traits, waiting, _log(threads))
 
 
 def _stopwatch_s(work: Work, device: Rates) -> float:

@@ -80,7 +80,7 @@ class Work(Noun, frozen=True, kw_only=True):
     """matrix: batch, m, n, k, alignment in bytes; convolution: groups, spots, n, k, layout, kernel area;
     attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
     optimizer: tensors, numbers; others: obstacles, last dimension, and for some what they wait for:
-    channels, pixels, or numbers for one place. See trimtab.trace.op_cost. A transfer
+    channels, pixels, or numbers for one place and then pixels. See trimtab.trace.op_cost. A transfer
     has none: it reads bytes of the device on the way to the host, and writes them on the way back."""
     kernels: int = 1
     """Kernel launches; for a recurrent layer, its cells: steps x layers x directions."""

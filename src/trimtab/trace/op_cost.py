@@ -97,6 +97,7 @@ POINTWISE_OPS = {
     "aten::mse_loss_backward", "aten::addmm",
 }  # fmt: skip
 UPSAMPLING_BACKWARD = {f"{name}_backward" for name in UPSAMPLING}
+BICUBIC = "aten::upsample_bicubic2d"
 ADDING_OPS = {"aten::index_add", "aten::scatter_add", "aten::scatter_reduce", "aten::index_put"}
 CHANNEL_SOFTMAX = {"aten::_softmax", "aten::_log_softmax"}
 GATHER_WORDS = ("embedding", "index", "gather", "scatter", "take", "masked_select", "masked_scatter")
@@ -336,8 +337,10 @@ def _describe_convolution(name: str, args: tuple[Any, ...], out: Any) -> Work:
     pixels = narrow.shape[0] * prod(narrow.shape[2:])
     inner = weight[0].numel()
     pass_flops = 2 * pixels * weight.shape[0] * inner
-    layouts = {_is_channels_last(tensor) for tensor in ((source, result) if backward else (source,))}
-    layout = MIXED_LAYOUT if len(layouts) > 1 else int(layouts.pop())
+    # Where the input has channels last, so do cuDNN's kernels: a gradient with others is copied before.
+    layout = int(_is_channels_last(source))
+    if backward and not layout and _is_channels_last(result):
+        layout = MIXED_LAYOUT
     moved = count_bytes(narrow) + count_bytes(wide) + count_bytes(weight)
     return Work(
         op=name,
@@ -544,7 +547,7 @@ def _describe_elementwise(
         read_bytes=max(0, reads),
         write_bytes=writes,
         dims=(
-            _find_obstacles(inputs, lead),
+            _find_obstacles(inputs, lead) | _find_strided_reads(name, inputs),
             largest.shape[-1] if largest is not None and largest.dim() else 1,
             *_find_limit(name, inputs, results, changed),
         ),
@@ -574,7 +577,9 @@ def _find_limit(
         is_last = "bilinear" in name and _has_channels_last(inputs[0])
         return (0 if is_last else prod(results[0].shape[2:]),)
     if name in UPSAMPLING_BACKWARD:
-        return (max(1, inputs[0].numel() // max(1, results[0].numel())),)
+        gathered = max(1, inputs[0].numel() // max(1, results[0].numel()))
+        # Here too one thread of the bicubic form has all channels of a pixel.
+        return (gathered, prod(inputs[0].shape[2:])) if "bicubic" in name else (gathered,)
     if name.rstrip("_") in ADDING_OPS:
         into = changed[0] if changed else results[0]
         added = max((tensor.numel() for tensor in inputs if tensor.shape != into.shape), default=1)
@@ -602,6 +607,11 @@ def _find_obstacles(inputs: list[torch.Tensor], lead: torch.Tensor | None) -> in
         if tensor.numel() == lead.numel() and _is_sliced(tensor):
             flags |= SLICED
     return flags
+
+
+def _find_strided_reads(name: str, inputs: list[torch.Tensor]) -> int:
+    """Return a flag for bicubic upsampling with channels last: neighbouring threads read distant pixels."""
+    return PERMUTED if name == BICUBIC and _has_channels_last(inputs[0]) else 0
 
 
 def _is_sliced(tensor: torch.Tensor) -> bool:
