@@ -157,6 +157,14 @@ def test_what_is_put_in_is_found_wherever_it_repeats() -> None:
     assert (zone.length, zone.start, zone.end) == (3, 0, 9)
 
 
+@pytest.mark.parametrize("end", ["", "x"])
+def test_a_loop_over_parameters_is_matched_by_their_sizes(end: str) -> None:
+    """All kinds are equal, and the sizes of a block repeat within it."""
+    few, more = 3 * "abaabc" + end, 4 * "abaabc" + end
+    (zone,) = match_blocks(few, more, "p" * len(few), "p" * len(more))
+    assert (zone.length, zone.end) == (6, 24)
+
+
 class Block(nn.Module):
     def __init__(self, width: int, number: int, act: str = "gelu") -> None:
         super().__init__()
