@@ -1,6 +1,8 @@
 """`slm` with matrix products in fp8 beside bf16: tokens per second and losses of the same steps on a GPU.
 
-    python bench/float8_speed.py [--steps 200] [--out FILE]       prints one line of JSON a precision
+    python bench/float8_speed.py [--steps 200] [--only PRECISION] [--out FILE]
+
+It prints one line of JSON a precision. With --only, FILE keeps the other precisions that it has.
 
 All runs are compiled, with the same seed and samples: 64 sequences of 1,024 tokens a step. Results:
 float8_speed.json.
@@ -62,14 +64,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--only", choices=PRECISIONS)
     given = parser.parse_args()
     about = {
         "date": datetime.now(UTC).date().isoformat(),
         "device": torch.cuda.get_device_name(),
         "torch": str(torch.__version__),
     }
-    runs = []
-    for precision in PRECISIONS:
+    runs = json.loads(given.out.read_text(encoding="utf-8"))["runs"] if given.only else []
+    runs = [run for run in runs if run["precision"] != given.only]
+    for precision in [given.only] if given.only else PRECISIONS:
         runs.append(run_training(precision, given.steps))
         print(json.dumps(runs[-1]), flush=True)
         given.out.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n", encoding="utf-8")

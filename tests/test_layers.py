@@ -72,8 +72,11 @@ class Writer:
         )
 
 
-def model(count: int, *, strange: int | None = None) -> Trace:
-    """Blocks that keep two tensors each until their backward pass, gradients until the next step."""
+def model(count: int, *, strange: int | None = None, frees_inputs: bool = False) -> Trace:
+    """Blocks that keep two tensors each until their backward pass, gradients until the next step.
+
+    With `frees_inputs`, a block keeps a copy of its input, which the next block frees, and not the first one.
+    """
     writer = Writer()
     writer.marks["build"] = 0
     for _ in range(count):
@@ -88,11 +91,16 @@ def model(count: int, *, strange: int | None = None) -> Trace:
         left = []
         phases["forward"] = 0
         before = writer.alloc(3 * MIB, "embed")
-        kept = []
+        kept: list[tuple[int, int]] = []
+        inputs: list[int] = []
         for block in range(count):
+            if frees_inputs and block > 1:
+                writer.free(inputs[-1])
+            inputs.append(before)
             wide = writer.alloc((5 if block == strange else 4) * MIB, f"layers.{block}.mlp")
+            copy = writer.alloc(MIB, f"layers.{block}.copy") if frees_inputs else before
             after = writer.alloc(3 * MIB, f"layers.{block}")
-            kept.append((before, wide))
+            kept.append((copy, wide))
             writer.work("aten::mm", 4, 4)
             before = after
         logits = writer.alloc(50 * MIB, "head")
@@ -112,9 +120,11 @@ def model(count: int, *, strange: int | None = None) -> Trace:
     return writer.trace(phases, 10 * count)
 
 
+@pytest.mark.parametrize("frees_inputs", [False, True])
 @pytest.mark.parametrize("count", [4, 5, 6, 16, 80])
-def test_few_blocks_give_many_exactly(count: int) -> None:
-    found, true = extend_blocks(model(3), model(4), blocks="layers", traced=4, total=count), model(count)
+def test_few_blocks_give_many_exactly(count: int, *, frees_inputs: bool) -> None:
+    few, more, true = (model(each, frees_inputs=frees_inputs) for each in (3, 4, count))
+    found = extend_blocks(few, more, blocks="layers", traced=4, total=count)
     assert found is not None
     # Frees in a row may come in any order.
     assert has_same_program(found, true)
@@ -145,6 +155,14 @@ def test_two_more_blocks_at_once_are_no_single_one() -> None:
 def test_what_is_put_in_is_found_wherever_it_repeats() -> None:
     (zone,) = match_blocks("abcabcx", "abcabcabcx", "abcabcx", "abcabcabcx")
     assert (zone.length, zone.start, zone.end) == (3, 0, 9)
+
+
+@pytest.mark.parametrize("end", ["", "x"])
+def test_a_loop_over_parameters_is_matched_by_their_sizes(end: str) -> None:
+    """All kinds are equal, and the sizes of a block repeat within it."""
+    few, more = 3 * "abaabc" + end, 4 * "abaabc" + end
+    (zone,) = match_blocks(few, more, "p" * len(few), "p" * len(more))
+    assert (zone.length, zone.end) == (6, 24)
 
 
 class Block(nn.Module):

@@ -32,12 +32,14 @@ from trimtab.planner.search import TIE, is_tie, objective_value, search_space, s
 from trimtab.planner.space import build_space, list_layouts
 from trimtab.spec import (
     Allocator,
+    BaseFormat,
     Cluster,
     Link,
     LossForm,
     Mesh,
     Node,
     Objective,
+    OptimizerRule,
     Plan,
     Policy,
     Precision,
@@ -1217,6 +1219,43 @@ def test_accumulation_keeps_the_gradients_beside_the_activations() -> None:
     twice = estimator.estimate(Setting(micro_batch=4, accumulation=2, global_batch=8), layout)
     assert 0 < twice.allocated_bytes - once.allocated_bytes <= 2**30
     assert twice.band.high_bytes > once.band.high_bytes
+
+
+def test_weights_that_are_too_large_rule_out_other_optimizers_without_a_trace() -> None:
+    asked: list[Setting] = []
+    estimator = foresight(asked)
+    (layout,) = list_layouts(parse_cluster("H100"))
+    eight_bit = Setting(micro_batch=4, global_batch=4, optimizer_rule=OptimizerRule.ADAMW_8BIT)
+    assert estimator.lower_bound(eight_bit, layout).need_bytes == 0
+    estimator.estimate(Setting(micro_batch=4, global_batch=4), layout)
+    assert 0.9 * GIB < estimator.lower_bound(eight_bit, layout).need_bytes <= GIB
+    quantised = eight_bit.replace(base=BaseFormat.NF4)
+    assert estimator.lower_bound(quantised, layout).need_bytes == 0
+    assert asked == [Setting(micro_batch=4, global_batch=4)]
+
+
+def test_changes_that_do_not_fit_are_ruled_out_by_the_smallest_setting() -> None:
+    """Activations of 16 GiB a sample never fit on 12 GB, whichever way is tried."""
+    asked: list[Setting] = []
+
+    def trace_all(settings: Any, _: Any, __: Any) -> list[Any]:
+        asked.extend(settings)
+        return [
+            traced(setting).replace(sizes=(2**20, 2**21, setting.micro_batch * 2**34, 2**20))
+            for setting in settings
+        ]
+
+    estimator = TraceEstimator(trace_all=trace_all, clock=ticking)
+    question = PlanQuestion(job="x", workload=workload(), cluster=parse_cluster("RTX 3060"), policy=Policy())
+    with pytest.raises(NothingFits) as caught:
+        decision.choose_plan(question, estimator)
+    assert caught.value.closest is not None
+    assert caught.value.closest.micro_batch == 1
+    eight_bit = [setting for setting in asked if setting.optimizer_rule is OptimizerRule.ADAMW_8BIT]
+    assert eight_bit
+    # Only with the optimizer in the backward pass a batch is not divided.
+    assert {setting.recompute for setting in eight_bit} == {Recompute.FULL}
+    assert {setting.micro_batch for setting in eight_bit if not setting.optimizer_in_backward} == {1}
 
 
 def test_a_failure_is_remembered_and_told_again() -> None:

@@ -78,6 +78,20 @@ def test_virtual_stages_of_a_rank_hold_what_any_of_them_uses() -> None:
     assert holders["head.weight"] == (1,)
 
 
+@pytest.mark.parametrize("how", ["", "tied", "beside", "third", "written"])
+def test_stages_with_fewer_blocks_hold_what_the_whole_ones_do(how: str) -> None:
+    job = DecoderJob(how)
+    model, setting = job.model(), make_setting(Mesh(pp=2))
+    split = find_stage_split(model, setting, make_meta_loss(job, setting))
+    chain: Any = find_block_chain(model).blocks
+    blocks = list(chain.children())
+    short = split.shorten((1, 2))
+    assert sum(split.layers) == len(blocks) > sum(short.layers)
+    holders = find_holders(model, blocks, split.needs, split.layers, 2)
+    del chain[3:]
+    assert find_holders(model, blocks[:3], short.needs, short.layers, 2) == holders
+
+
 @pytest.mark.parametrize(
     ("how", "why"), [("statistics", "changes buffers"), ("frozen", "stage 1 would have nothing to train")]
 )

@@ -11,6 +11,7 @@ refused with the reason.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -321,6 +322,17 @@ class StageSplit(NamedTuple):
     """Blocks with which parameters outside of the blocks are needed; every stage holds all others."""
     held_note: str = ""
     """Parameters outside of the blocks that every stage holds, and why; empty if there are none."""
+
+    def shorten(self, layers: tuple[int, ...]) -> StageSplit:
+        """Return the split of a model with fewer blocks, whose stages hold the same outside of the blocks."""
+        old, new = (list(accumulate(counts, initial=0)) for counts in (self.layers, layers))
+
+        def move(block: int) -> int:
+            stage = bisect_right(old, block) - 1
+            return new[stage] + min(block - old[stage], layers[stage] - 1)
+
+        needs = {name: frozenset(map(move, blocks)) for name, blocks in self.needs.items()}
+        return self._replace(layers=layers, needs=needs)
 
 
 def split_model(

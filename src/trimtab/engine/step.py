@@ -152,10 +152,12 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
     *,
     branch: str = "",
     stage: int | None = None,
+    split: StageSplit | None = None,
 ) -> PreparedJob:
     """Do everything between building the model and the first step, for one rank of the setting.
 
-    With `stage`, keep only the blocks of that pipeline stage.
+    With `stage`, keep only the blocks of that pipeline stage; `split` has the blocks of all stages, if they
+    are known.
     """
     refuse_partial_model(job, setting)
     refuse_context(job, setting)
@@ -179,6 +181,7 @@ def assemble_job(  # noqa: PLR0913 - also for which rank
         ),
         install_stage=None if stage is None else install_stage,
         follow=make_meta_loss(job, setting),
+        split=split,
         expert_modules=list_expert_modules(job),
     )
     compiling = None
@@ -223,6 +226,7 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None = None,
     mid_backward: Callable[[], None] | None = None,
     follow: Callable[[nn.Module], Any] | None = None,
+    split: StageSplit | None = None,
     expert_modules: Sequence[str] = (),
 ) -> ArrangedModel:
     """Cast, recompute, stage and shard a model; make its optimizers and gradient storage.
@@ -240,13 +244,12 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
             in that group; by default all ranks sum all parameters.
         mid_backward: called whenever a gradient arrives.
         follow: computes the loss of a batch on the meta device, to split layers or balance stages.
+        split: the blocks of each pipeline stage; by default they are balanced.
         expert_modules: names of the modules of experts; without them, they are found by their form.
     """
     _refuse_combinations(model, setting)
     sharded = strategy_of(setting).is_sharded
-    if (wrapping := strategy_of(setting).wrapping) not in ARRANGED:
-        raise NotImplementedError(f"arrange_model does not know {wrapping}")
-    split = StageSplit() if install_stage is None else find_stage_split(model, setting, follow)
+    split = StageSplit() if install_stage is None else split or find_stage_split(model, setting, follow)
     context = arrange_context(model, setting)
     statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
@@ -351,6 +354,8 @@ def make_meta_loss(job: Any, setting: Setting) -> Callable[[nn.Module], Any] | N
 
 def _refuse_combinations(model: nn.Module, setting: Setting) -> None:
     """Raise if parts of a setting do not go together, or not with the model."""
+    if (wrapping := strategy_of(setting).wrapping) not in ARRANGED:
+        raise NotImplementedError(f"arrange_model does not know {wrapping}")
     if strategy_of(setting).is_sharded:
         # On all ranks, before each of them has a part of the model.
         refuse_scalars(model, setting)

@@ -86,9 +86,13 @@ class QuestionResults:
     times: dict[str, float | None] = field(default_factory=dict)
     failures: dict[str, TrimtabError] = field(default_factory=dict)
     static_bytes: dict[str, int] = field(default_factory=dict)
-    """Weights and optimizer state of the whole model, by precision."""
+    """Weights and optimizer state of the whole model, by `_stored_key`."""
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+    """Weights alone, by `_weights_key`: other optimizers have the same."""
     rates: dict[str, float] = field(default_factory=dict)
     """Seconds of forward and backward for one sample at the largest micro-batch traced, by `_rate_key`."""
+    compiled_rates: dict[str, list[Callable[[], float]]] = field(default_factory=dict)
+    """Functions that compute such seconds of compiled code, which takes long, when they are needed."""
     limits: dict[str, float] = field(default_factory=dict)
     """Seconds of the same at the peak rate of the device, by kind of device and precision."""
 
@@ -559,9 +563,7 @@ class TraceEstimator:
             shared = strategy.least_step_s(setting, lambda: self._bound_alone(setting, layout, known_time))
             return max(without or 0.0, above if shared is None else STATIC_SLACK * shared)
         samples = setting.micro_batch * setting.accumulation
-        rates = [
-            self.results.rates.get(_rate_key(either, layout.device.kind), 0.0) for either in (setting, none)
-        ]
+        rates = [self._find_rate(_rate_key(either, layout.device.kind)) for either in (setting, none)]
         limit = self.results.limits.get(_peak_key(setting, layout.device.kind), 0.0)
         return max(without or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
 
@@ -650,29 +652,48 @@ class TraceEstimator:
         stored = _stored_key(setting)
         if stored not in self.results.static_bytes:
             shares = strategy.weight_shares(setting.mesh) or 1
-            self.results.static_bytes[stored] = count_static_bytes(trace) * shares
+            weights, others = count_static_bytes(trace)
+            self.results.static_bytes[stored] = (weights + others) * shares
+            self.results.weight_bytes[_weights_key(setting)] = weights * shares
         alone, single = self._keep_one(layout), one_micro_batch(setting)
-        for compiled in (False, True):
+
+        def compute(*, compiled: bool) -> float | None:
             like = single.replace(compile=compiled)
             key = f"{self._trace_key(setting, self._strip(layout))} {compiled}"
             clock = partial(self.clock, keep_compute(trace), like, alone, self.calibration_of(layout.device))
             seconds = self.cache.time(key, clock)
-            if seconds is None:
-                self.untimed.add(layout.device.kind)
-                return
-            pace = _rate_key(setting.replace(compile=compiled), layout.device.kind)
-            _store_minimum(self.results.rates, pace, seconds / setting.micro_batch)
+            return None if seconds is None else seconds / setting.micro_batch
+
+        rate = compute(compiled=False)
+        if rate is None:
+            self.untimed.add(layout.device.kind)
+            return
+        plain, fused = (
+            _rate_key(setting.replace(compile=compiled), layout.device.kind) for compiled in (False, True)
+        )
+        _store_minimum(self.results.rates, plain, rate)
+        # A device on which eager code has a time has one for compiled code.
+        self.results.compiled_rates.setdefault(fused, []).append(lambda: compute(compiled=True) or rate)
         if setting.recompute is not Recompute.NONE:
             return
         limit = compute_peak_s(trace, layout.device) / setting.micro_batch
         _store_minimum(self.results.limits, _peak_key(setting, layout.device.kind), limit)
+
+    def _find_rate(self, key: str) -> float:
+        """Return the seconds of a sample, computed now if the code is compiled; 0 if they are not known."""
+        for compute in self.results.compiled_rates.pop(key, ()):
+            _store_minimum(self.results.rates, key, compute())
+        return self.results.rates.get(key, 0.0)
 
     def _least_bytes(self, setting: Setting) -> int:
         """Return a lower bound on the static memory of a rank; 0 before the first trace."""
         shares = strategy_of(setting).weight_shares(setting.mesh)
         if shares is None:
             return 0
-        return int(STATIC_SLACK * self.results.static_bytes.get(_stored_key(setting), 0) / shares)
+        least = self.results.static_bytes.get(_stored_key(setting))
+        if least is None:
+            least = self.results.weight_bytes.get(_weights_key(setting), 0)
+        return int(STATIC_SLACK * least / shares)
 
     def _has_result(self, setting: Setting, layout: Layout) -> bool:
         key = self._estimate_key(setting, layout)
@@ -758,15 +779,24 @@ def _stored_key(setting: Setting) -> str:
     return f"{setting.precision} {setting.base} {setting.optimizer_rule} {kept}".strip()
 
 
-def count_static_bytes(trace: Trace) -> int:
-    """Return the bytes of weights and optimizer state of the traced rank after the first step."""
+@lru_cache(maxsize=MAX_SETTINGS)
+def _weights_key(setting: Setting) -> str:
+    """Return the key of the weights of a whole model: all that they depend on."""
+    return f"{setting.precision} {setting.base} {Offload.PARAMS in setting.offload}"
+
+
+def count_static_bytes(trace: Trace) -> tuple[int, int]:
+    """Return the bytes of weights and of optimizer state of the traced rank after the first step."""
     alive: set[int] = set()
     for number in trace.order[: trace.marks.get("step1", len(trace.order))]:
         if number >= 0:
             alive.add(number)
         else:
             alive.discard(~number)
-    return sum(trace.sizes[number] for number in alive if trace.parts[number] in STATIC_PARTS)
+    weights, state = (
+        sum(trace.sizes[number] for number in alive if trace.parts[number] == part) for part in STATIC_PARTS
+    )
+    return weights, state
 
 
 def keep_compute(trace: Trace) -> Trace:

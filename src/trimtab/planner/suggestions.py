@@ -51,9 +51,8 @@ def make_nothing_fits(  # noqa: PLR0913 - what a plan depends on, and what was f
     estimator: Estimator,
 ) -> NothingFits:
     """Return the error, with the changes that would fit in its `nearest`."""
-    near = min(
-        result.evaluations, key=lambda evaluation: evaluation.missing_bytes, default=None
-    ) or _find_closest(space, result, estimator)
+    seen = (*result.evaluations, _find_closest(space, result, estimator))
+    near = min(filter(None, seen), key=lambda evaluation: evaluation.missing_bytes, default=None)
     least = min((least for _, least in result.too_large.values() if least), default=0)
     need = least if near is None else near.estimate.need_bytes
     # Frozen weights have no optimizer state: a job with little of it trains adapters already.
@@ -63,7 +62,8 @@ def make_nothing_fits(  # noqa: PLR0913 - what a plan depends on, and what was f
         if job.startswith(FOLDER) and trains_all
         else ()
     )
-    changes = (*adapters, *_list_changes(workload, cluster, space, need, estimator))
+    is_static = near is not None and near.estimate.parts.weights > near.allowed_bytes
+    changes = (*adapters, *_list_changes(workload, cluster, space, need, estimator, is_static=is_static))
     pinned = format_pins(space.policy.pins)
     error = NothingFits(
         f"{workload.name or 'the job'} on {format_devices(cluster)}{' with ' * bool(pinned)}{pinned}",
@@ -76,7 +76,7 @@ def make_nothing_fits(  # noqa: PLR0913 - what a plan depends on, and what was f
 
 
 def _find_closest(space: Space, result: SearchResult, estimator: Estimator) -> Evaluation | None:
-    """Return the setting that needs least, if lower bounds alone ruled out everything."""
+    """Return the setting that needs least: bounds and other micro-batches may have ruled it out."""
     rows = [
         (least, RECOMPUTES[::-1].index(key.recompute), key) for key, (_, least) in result.too_large.items()
     ]
@@ -129,22 +129,31 @@ def _describe_changes(changes: tuple[SuggestedChange, ...]) -> str:
 
 def _describe_change(change: SuggestedChange) -> str:
     setting, estimate = change.setting, change.estimate
-    speed = "" if estimate.step_s is None else f", {setting.global_batch / estimate.step_s:.3g} samples/s"
+    speed = (
+        "" if estimate.step_s is None else f", {setting.global_batch / estimate.step_s:.3g} samples/s or more"
+    )
     return (
         f"{setting.strategy}, micro-batch {setting.micro_batch}, recompute {setting.recompute}: "
         f"{format_bytes(estimate.process_bytes)}{speed}"
     )
 
 
-def _list_changes(
-    workload: Workload, cluster: Cluster, space: Space, need_bytes: int, estimator: Estimator
+def _list_changes(  # noqa: PLR0913 - what a plan depends on, and what it needs
+    workload: Workload,
+    cluster: Cluster,
+    space: Space,
+    need_bytes: int,
+    estimator: Estimator,
+    *,
+    is_static: bool,
 ) -> Iterator[SuggestedChange]:
+    """Yield the changes that would fit; with `is_static`, the weights alone are too large."""
     policy = space.policy.replace(deadline_s=None, objective=Objective.SPEED)
     ways = (
         _try_ways(workload, cluster, policy, estimator),
         _try_fewer_pins(workload, cluster, policy, estimator),
         _try_more_memory(workload, cluster, policy, estimator),
-        _try_shorter_samples(workload, cluster, policy, estimator),
+        () if is_static else _try_shorter_samples(workload, cluster, policy, estimator),
         _try_smaller_batch(workload, cluster, policy, estimator),
         _try_more_gpus(workload, cluster, policy, estimator),
         _try_other_gpus(workload, cluster, policy, estimator, need_bytes),
@@ -156,11 +165,28 @@ def _list_changes(
 def _search_best(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
 ) -> Evaluation | None:
-    """Return the best setting that fits after a change; None if nothing fits or the search fails."""
+    """Return a setting that fits after a change, with full recomputation if that is possible.
+
+    What fits without it is found by the plan that you ask for next. The smallest micro-batch comes first: a
+    change with which it does not fit takes one trace, not many. None if nothing fits or the search fails.
+    """
+    for pins in (SMALLEST, RECOMPUTED, {}):
+        result = _search_all(workload, cluster, policy.replace(pins=pins | policy.pins), estimator)
+        if result is None or (result.failed and result.best is None):
+            continue
+        if result.best is None or pins is not SMALLEST:
+            return result.best
+    return None
+
+
+def _search_all(
+    workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
+) -> SearchResult | None:
+    """Return the result of a search; None if it fails or there is nothing to search."""
     try:
         legal = build_space(workload, cluster, policy)
         # Mixing devices does not save memory: the smallest must hold as much as the others.
-        return search_space(replace(legal, mixed=()), estimator).best
+        return search_space(replace(legal, mixed=()), estimator) if legal.families else None
     except TrimtabError:
         return None
 
@@ -195,7 +221,7 @@ def _try_adapters(
         return
     adapted = estimator.with_changes(lora=RANK)
     for loss in ({"loss": "chunked"}, {}):
-        pins = {"recompute": "full"} | policy.pins | loss | {"base": "nf4"}
+        pins = policy.pins | loss | {"base": "nf4"}
         seen = _search_best(workload, cluster, policy.replace(pins=pins), adapted)
         if seen is not None:
             what = f"train adapters on layers in 4 bits with --lora {RANK} --allow quantised"
@@ -210,7 +236,8 @@ def _try_fewer_pins(
     for key in MOVABLE:
         if key in policy.pins:
             free = policy.replace(pins=_drop_pin(policy.pins, key))
-            seen = _search_best(workload, cluster, free, estimator)
+            result = _search_all(workload, cluster, free, estimator)
+            seen = None if result is None else result.best
             if seen is not None:
                 value = getattr(seen.setting, key)
                 yield from _make_change(
@@ -269,29 +296,27 @@ def _try_more_gpus(
     while count <= MOST_GPUS:
         pinned = free.replace(pins={**free.pins, "gpus": count})
         many = imagine_cluster(cluster, first, count)
-        seen = (
-            _search_best(workload, many, pinned, estimator)
-            if _may_fit(workload, many, pinned, estimator)
-            else None
-        )
+        sharded = pinned.replace(pins=SHARDED | pinned.pins)
+        can_shard = _has_settings(workload, many, sharded)
+        seen = _search_best(workload, many, sharded if can_shard else pinned, estimator)
         if seen is not None:
             yield from _make_change(f"use {count} of these GPUs", seen)
             return
         count *= 2
 
 
-def _may_fit(workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator) -> bool:
-    """Whether sharding fits with the smallest micro-batches, if it is possible: one trace, not many."""
-    smallest = policy.replace(pins=SMALLEST | policy.pins)
+def _has_settings(workload: Workload, cluster: Cluster, policy: Policy) -> bool:
     try:
-        legal = build_space(workload, cluster, smallest)
+        return bool(build_space(workload, cluster, policy).families)
     except TrimtabError:
-        return True
-    return not legal.families or _search_best(workload, cluster, smallest, estimator) is not None
+        return False
 
 
-SMALLEST = {"strategy": "fsdp", "recompute": "full", "micro_batch": 1}
-"""Pins of the setting that needs least memory on each of many GPUs."""
+RECOMPUTED = {"recompute": "full", "compile": False}
+SMALLEST = {**RECOMPUTED, "micro_batch": 1}
+"""Pins of the settings that need least memory."""
+SHARDED = {"strategy": "fsdp"}
+"""How more GPUs are tried first: every job that can be sharded needs less on each of them."""
 
 
 def imagine_cluster(cluster: Cluster, device: Device, count: int) -> Cluster:

@@ -73,7 +73,7 @@ def match_blocks(
         if left < len(few) and few[left] == more[right]:
             left, right = left + 1, right + 1
             continue
-        length = _inserted_length(few_kinds, more, more_kinds, left, right)
+        length = _inserted_length(few, more, few_kinds, more_kinds, left, right)
         if length:
             before = zones[-1].end if zones else 0
             zones.append(Zone(right, length, _find_start(more, right, length, before), right + length))
@@ -87,22 +87,29 @@ def match_blocks(
     return zones
 
 
-def _inserted_length(
-    few_kinds: Sequence[Hashable],
+def _inserted_length(  # noqa: PLR0913, PLR0917 - two lists, as entries and as kinds
+    few: Sequence[Hashable],
     more: Sequence[Hashable],
+    few_kinds: Sequence[Hashable],
     more_kinds: Sequence[Hashable],
     left: int,
     right: int,
 ) -> int:
-    """Return the length of the stretch that was inserted here: the best match after it; 0 for none."""
-    best, best_agrees = 0, -1
+    """Return the length of the stretch that was inserted here: the best match after it; 0 for none.
+
+    Many kinds in a row may be equal, as in a loop over parameters: then the entries themselves decide. At the
+    end of the shorter list all that is left was inserted: the longest stretch is it.
+    """
+    at_end = left == len(few)
+    best, best_agrees = 0, (-1, -1, -1)
     for length in range(1, min(right, len(more) - len(few_kinds) - (right - left)) + 1):
         if more[right - length] != more[right] or more[right - 1] != more[right + length - 1]:
             continue
         if more[right - length : right] != more[right : right + length]:
             continue
-        agrees = _count_equal(few_kinds, more_kinds, left, right + length)
-        if agrees > best_agrees and (agrees or left == len(few_kinds)):
+        alike = _count_equal(few_kinds, more_kinds, left, right + length)
+        agrees = alike, _count_equal(few, more, left, right + length), length * at_end
+        if agrees > best_agrees and (alike or at_end):
             best, best_agrees = length, agrees
     return best
 
@@ -437,7 +444,20 @@ class _Extension:
             return AllocationRef(there, *self._direction(spot.turn - other.turn))
         if spot is None and other is None:
             return AllocationRef(there, self.more.number(there) - self.more.number(then_there))
-        raise BlocksDiffer("one turn frees what was put in, another what was not")
+        step = self._count_blocks_between(then_there, there)
+        if spot is None or not step:
+            raise BlocksDiffer("one turn frees what was put in, another what was not")
+        return AllocationRef(there, *self._direction(step))
+
+    def _count_blocks_between(self, before: int, there: int) -> int:
+        """Return by how many blocks two equal allocations are apart; 0 if they are not equal.
+
+        The first block may be no equal stretch, as it does not free what the embedding allocated, but it
+        allocates the same.
+        """
+        first, last = self.more.block(before), self.more.block(there)
+        are_equal = self._describe(self.more.number(before)) == self._describe(self.more.number(there))
+        return last - first if are_equal and first is not None and last is not None else 0
 
     def _direction(self, step: int) -> tuple[int, int]:
         """Return the direction of a reference: forward with the entry, or backward from the last turn."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import random
 import sys
 import warnings
@@ -43,6 +44,7 @@ from trimtab.trace.server import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.engine.pipeline_stage import StageSplit
     from trimtab.engine.update_phases import UpdatePhase
     from trimtab.trace.cpu_check import CpuCheckResult
     from trimtab.trace.repeated_blocks import RepeatedBlocks
@@ -142,21 +144,25 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         model = _build_model(job, request, recorder, rank.branch)
         _note_float8(model, request, recorder)
         _note_offload(request, recorder)
-        built = _BuiltModel(job, model, request, recorder, rank)
-        trace = None
-        # All blocks are traced if they differ, or if several stages of a rank have some of them each.
-        way = request.setting.recompute.way
-        are_alike = request.setting.virtual_stages == 1 and not way.is_partial and way.budget is None
+        built = _BuiltModel(job, model, request, recorder, rank, _find_split(job, model, request, rank))
+        trace, is_right = None, False
         # A job that compiles its model itself has compiled it with all of its blocks.
-        if how != WHOLE and are_alike and not recorder.uses_compile:
-            trace = _trace_by_few_blocks(
+        if how != WHOLE and _has_equal_blocks(request.setting) and not recorder.uses_compile:
+            trace, is_right = _trace_by_few_blocks(
                 built, check=how == CHECKED, timeout_s=timeout_s, most_forks=most_forks
             )
             if trace is None and request.setting.compile and has_long_list(model):
                 recorder.kernels.assume(COMPILED_WHOLE)
-        came = WHOLE if trace is None else how
+        # Whether a few blocks show the others is a fact of the job; this setting may need all nevertheless.
+        came = how if is_right else WHOLE
         trace = _trace_model(built) if trace is None else trace
         deliver(trace, came, recorder.kernels.values.results.pack_results())
+
+
+def _has_equal_blocks(setting: Setting) -> bool:
+    """Return whether a setting treats equal blocks alike, in one list: not with several stages on a rank."""
+    way = setting.recompute.way
+    return setting.virtual_stages == 1 and not way.is_partial and way.budget is None
 
 
 def _note_offload(request: TraceRequest, recorder: Any) -> None:
@@ -185,6 +191,39 @@ class _BuiltModel(NamedTuple):
     request: TraceRequest
     recorder: Any
     rank: RankKind
+    split: StageSplit | None = None
+    """Blocks of each pipeline stage; None without stages."""
+
+
+SPLITS: dict[Setting, StageSplit] = {}
+"""Blocks of pipeline stages that forks have found, by setting with one sample; the next forks have them."""
+
+
+def _find_split(job: Any, model: Any, request: TraceRequest, rank: RankKind) -> StageSplit | None:
+    """Return the blocks of each pipeline stage; None without stages, or if the job cannot be cut."""
+    from trimtab.engine.step import find_stage_split, make_meta_loss
+
+    if rank.stage is None:
+        return None
+    setting = request.setting
+    if (key := _drop_micro_batch(setting)) not in SPLITS:
+        try:
+            SPLITS[key] = find_stage_split(model, setting, make_meta_loss(job, setting))
+        except TrimtabError:
+            # It is raised again where all other reasons are checked too.
+            return None
+    return SPLITS[key]
+
+
+def _drop_micro_batch(setting: Setting) -> Setting:
+    """Return the setting with one sample: stages are the same for all micro-batches."""
+    return setting.replace(micro_batch=1, accumulation=1, global_batch=setting.data_parallel, shares=())
+
+
+def _pack_split(setting: Setting) -> bytes:
+    """Return the stages of a setting as bytes, for the process that has forked this one."""
+    split = SPLITS.get(_drop_micro_batch(setting))
+    return b"" if split is None else pickle.dumps(split._replace(needs=dict(split.needs)))
 
 
 def _trace_model(built: _BuiltModel, *, forward: bool = False, as_compiled: bool = True) -> Trace:
@@ -235,22 +274,23 @@ def _no_compile_gain(recorder: Any, unfused: dict[str, None]) -> str:
 
 def _trace_by_few_blocks(
     built: _BuiltModel, *, check: bool, timeout_s: float, most_forks: int
-) -> Trace | None:
+) -> tuple[Trace | None, bool]:
     """Compute the trace from traces with few equal blocks; None if the whole model has to be traced.
 
     With `check`, a forward pass computed in this way must equal a traced one of the whole model: a job may do
-    something at the tenth block that the first four do not show. The check uses the simplest setting.
+    something at the tenth block that the first four do not show. The check uses the simplest setting. Whether
+    it does is returned too; without `check`, whether there is a trace.
     """
     from trimtab.trace.compiled import warm_compiler
     from trimtab.trace.repeated_blocks import COMPILED, EAGER, find_cuttable_lists, list_allocations
 
     compiled = built.request.setting.compile
     lists = find_cuttable_lists(built.model, COMPILED if compiled else EAGER)
-    stage = None if built.rank.stage is None else _find_few_stage(built, lists)
-    if not lists or (stage is None and built.rank.stage is not None):
-        return None
+    if not lists:
+        return None, False
     given = f"job {built.request.job}"
     small = list(itertools.product((FEW_BLOCKS, FEW_BLOCKS + 1), repeat=len(lists)))
+    is_right = False
 
     def run_tasks(tasks: list[Callable[[SendAnswer], None]]) -> list[Trace]:
         answers = {}
@@ -274,41 +314,48 @@ def _trace_by_few_blocks(
             all_of_them = tuple(items.length for items in lists)
             *some, whole = traced(_simplify_setting(built), [*small, all_of_them], forward=True)
             guess = _extend_lists(some, lists, reuses=False)
-            if guess is None or list_allocations(guess) != list_allocations(whole):
-                return None
+            is_right = guess is not None and list_allocations(guess) == list_allocations(whole)
+            if not is_right:
+                return None, False
         if compiled:
             warm_compiler(built.recorder)
-        if stage is not None:
-            counts = (FEW_BLOCKS, FEW_BLOCKS + 1)
-            return stage.extend(*run_tasks([stage.make_task(built, count) for count in counts]))
+        if built.rank.stage is not None:
+            stage = _find_few_stage(built, lists)
+            trace = None if stage is None else stage.extend(*run_tasks(stage.make_tasks(built)))
+            return trace, is_right or trace is not None
         trace = _extend_lists(traced(built, small, forward=False), lists, reuses=compiled)
-        return _note_few_blocks(trace, lists) if trace is not None and compiled else trace
+        trace = _note_few_blocks(trace, lists) if trace is not None and compiled else trace
     except TrimtabError:
         # On any error, trace the whole model: it succeeds or gives a better message.
-        return None
+        return None, is_right
+    return trace, is_right or trace is not None
 
 
 class _FewStage(NamedTuple):
     """A pipeline stage that is traced with few of its blocks; the stages around it keep theirs."""
 
     blocks: RepeatedBlocks
-    layers: tuple[int, ...]
-    """Blocks of each stage of the whole model."""
-    work: tuple[float, ...]
+    split: StageSplit
+    """That of the whole model."""
     number: int
 
     @property
     def own(self) -> int:
         """Return the number of blocks of this stage."""
-        return self.layers[self.number]
+        return self.split.layers[self.number]
 
-    def make_task(self, built: _BuiltModel, count: int) -> Callable[[SendAnswer], None]:
-        """Return a task that traces the stage with only so many blocks."""
-        layers = (*self.layers[: self.number], count, *self.layers[self.number + 1 :])
-        setting = built.request.setting.replace(stage_layers=layers)
-        cut = built._replace(request=built.request.replace(setting=setting))
-        is_last = count > FEW_BLOCKS
-        return _few_blocks_task(cut, {self.blocks: sum(layers)}, forward=False, as_compiled=is_last)
+    def make_tasks(self, built: _BuiltModel) -> list[Callable[[SendAnswer], None]]:
+        """Return tasks that trace the stage with few blocks, and with one more."""
+        tasks = []
+        for count in (FEW_BLOCKS, FEW_BLOCKS + 1):
+            layers = list(self.split.layers)
+            layers[self.number] = count
+            cut = built._replace(split=self.split.shorten(tuple(layers)))
+            is_last = count > FEW_BLOCKS
+            tasks.append(
+                _few_blocks_task(cut, {self.blocks: sum(layers)}, forward=False, as_compiled=is_last)
+            )
+        return tasks
 
     def extend(self, few: Trace, more: Trace) -> Trace | None:
         """Return the trace of the whole stage."""
@@ -320,20 +367,20 @@ class _FewStage(NamedTuple):
             total=self.own,
             elsewhere=self.blocks.length - self.own,
         )
-        return None if trace is None else trace.replace(stage_layers=self.layers, block_work=self.work)
+        return None if trace is None else trace.replace(stage_layers=self.split.layers)
 
 
 def _find_few_stage(built: _BuiltModel, lists: list[RepeatedBlocks]) -> _FewStage | None:
     """Return the stage to trace with few blocks; None if it has few, or if the model has other long lists."""
     from trimtab.engine.pipeline_stage import find_block_chain
-    from trimtab.engine.step import find_stage_split, make_meta_loss
 
-    stage, setting = built.rank.stage, built.request.setting
+    stage, split = built.rank.stage, built.split
     if len(lists) != 1 or stage is None or find_block_chain(built.model).name != lists[0].name:
         return None
-    split = find_stage_split(built.model, setting, make_meta_loss(built.job, setting))
-    few = _FewStage(lists[0], split.layers, split.work, stage)
-    return few if len(split.layers) == setting.mesh.pp and few.own >= LEAST_STAGE_BLOCKS else None
+    if split is None or len(split.layers) != built.request.setting.mesh.pp:
+        return None
+    few = _FewStage(lists[0], split, stage)
+    return few if few.own >= LEAST_STAGE_BLOCKS else None
 
 
 def _copy_compiled_notes(traces: list[Trace]) -> list[Trace]:
@@ -407,7 +454,7 @@ def _simplify_setting(built: _BuiltModel) -> _BuiltModel:
     if not built.rank.branch:
         setting = one_micro_batch(setting)
     rank = built.rank._replace(stage=None)
-    return built._replace(request=built.request.replace(setting=setting), rank=rank)
+    return built._replace(request=built.request.replace(setting=setting), rank=rank, split=None)
 
 
 def _may_compile(job: Any) -> bool:
@@ -452,10 +499,10 @@ def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[
     from trimtab.engine.tensor_plan import describe_split
     from trimtab.trace.host_state import measure_host_state
 
-    job, model, request, recorder, rank = built
+    job, model, request, recorder, rank, split = built
     setting = request.setting
     with _blame_member("model()"):
-        state = steps.assemble_job(job, model, setting, branch=rank.branch, stage=rank.stage)
+        state = steps.assemble_job(job, model, setting, branch=rank.branch, stage=rank.stage, split=split)
     if state.stage is not None:
         # These modules are built on the host and never moved to this device.
         recorder.forget_modules(state.stage.dropped, state.stage.absent)
@@ -560,7 +607,7 @@ def _record_usual_step(built: _BuiltModel, state: Any) -> None:
     """Replace the operations of the last step by those of a step with batch(); memory stays as it is."""
     from trimtab.engine import step as steps
 
-    job, _, request, recorder, _ = built
+    job, request, recorder = built.job, built.request, built.recorder
     with recorder.discard_changes():
         batch = _make_batch(job, request.setting, longest=False)
         recorder.clear_works()
@@ -751,6 +798,8 @@ class _AnswerHeader(msgspec.Struct):
     """How the blocks were traced: WHOLE, FEWER or CHECKED."""
     results: bytes = b""
     """Results of operations, for the next forks."""
+    split: bytes = b""
+    """Blocks of each pipeline stage, for the next forks; empty without stages."""
 
 
 class _RankRequest(NamedTuple):
@@ -783,6 +832,7 @@ def _serve_requests() -> None:
             if job is not None and requests.overrides != loaded:
                 # With other options it may be another model: nothing that was learned of it holds.
                 job, checks = reload_job(requests), JobChecks()
+                SPLITS.clear()
             job = prepare_job(requests) if job is None else job
             loaded = requests.overrides
             answers = _answer_requests(job, requests, checks)
@@ -848,14 +898,17 @@ def _trace_ranks(
     """
     compiled = [part.request.setting.compile for part in parts]
     ways = [WHOLE if checks.few is False else FEWER] * len(parts)
-    first = compiled.index(False) if False in compiled else 0
+    cuttable = [_has_equal_blocks(part.request.setting) for part in parts]
+    # A setting that needs all blocks in any case checks nothing.
+    first = min(range(len(parts)), key=lambda place: (not cuttable[place], compiled[place]))
     if checks.few is None:
         ways = [
             CHECKED if place == first or is_compiled else FEWER for place, is_compiled in enumerate(compiled)
         ]
     answers = _run_forks(job, requests, list(zip(parts, ways, strict=True)))
     came = [msgspec.json.decode(answer, type=_AnswerHeader).how for answer in answers]
-    if ways[first] == CHECKED and came[first] and (came[first] == CHECKED or not compiled[first]):
+    is_checked = ways[first] == CHECKED and cuttable[first]
+    if is_checked and came[first] and (came[first] == CHECKED or not compiled[first]):
         checks.few = came[first] == CHECKED
     doubtful = [place for place, how in enumerate(came) if how == FEWER]
     if checks.few or not doubtful:
@@ -875,12 +928,14 @@ def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest
     def task(part: _RankRequest, how: str) -> Callable[[SendAnswer], None]:
         def work(say: SendAnswer) -> None:
             def deliver(trace: Trace, came: str, results: bytes) -> None:
-                imported = imported_since(before)
-                say(
-                    msgspec.json.encode(
-                        {"trace": trace, "imported": imported, "how": came, "results": results}
-                    )
-                )
+                answer = {
+                    "trace": trace,
+                    "imported": imported_since(before),
+                    "how": came,
+                    "results": results,
+                    "split": _pack_split(part.request.setting),
+                }
+                say(msgspec.json.encode(answer))
 
             # A fork beside others runs its own forks one after the other: the second knows what the first
             # found out.
@@ -904,7 +959,11 @@ def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest
     answers = {}
     for place, answer in run_forked(tasks, given, timeout_s=requests.timeout_s, learn=learn):
         answers[place] = answer
-        share_results(msgspec.json.decode(answer, type=_AnswerHeader).results)
+        header = msgspec.json.decode(answer, type=_AnswerHeader)
+        share_results(header.results)
+        if header.split:
+            setting = parts[place][0].request.setting
+            SPLITS[_drop_micro_batch(setting)] = pickle.loads(header.split)  # noqa: S301 - a fork wrote it
     return [answers[place] for place in range(len(parts))]
 
 
