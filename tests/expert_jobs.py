@@ -111,6 +111,7 @@ class Mixtral(Named):
 
     expert_modules: ClassVar[tuple[str, ...]] = ()
     implementation = "eager"
+    key_value_heads = 1
 
     def model(self) -> nn.Module:
         from transformers import MixtralConfig, MixtralForCausalLM
@@ -121,13 +122,19 @@ class Mixtral(Named):
             intermediate_size=2 * self.width,
             num_hidden_layers=2,
             num_attention_heads=2,
-            num_key_value_heads=1,
+            num_key_value_heads=self.key_value_heads,
             num_local_experts=self.experts,
             use_cache=False,
         )
         model = MixtralForCausalLM(config)  # type: ignore[no-untyped-call]
         model.set_experts_implementation(self.implementation)
         return model
+
+
+class Splittable(Mixtral):
+    """The same with heads that two ranks can split."""
+
+    key_value_heads = 2
 
 
 class Grouped(Mixtral):

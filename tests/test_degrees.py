@@ -45,7 +45,9 @@ from trimtab.spec import (
     Recompute,
     Setting,
     Strategy,
+    Workload,
 )
+from trimtab.training.task import build_cpu_setting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -383,6 +385,48 @@ def test_warnings_about_pins_do_not_stop_a_plan() -> None:
     unused = check_degree_pins({"pp": 3}, replace(LLAMA_8B, layers=30), as_cluster("8xH100"))
     assert [finding.rule for finding in unused] == ["product"]
     assert {finding.severity.value for finding in (*found, *unused)} == {"warning"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "found", "cure"),
+    [
+        ({"tp": 3}, "it makes 3 ranks, which do not divide 4 processes", "Use tp=2 or 4, or --procs 3."),
+        (
+            {"pp": 2, "tp": 3},
+            "tp=3 x pp=2: they make 6 ranks, and there are 4 processes",
+            "Use tp=2, or --procs 6.",
+        ),
+        ({"dp_shard": 8}, "it makes 8 ranks, and there are 4 processes", "Use dp_shard=4, or --procs 8."),
+        (
+            {"ep": 3},
+            "experts share the 4 ranks of dp_shard x cp x tp, which 3 does not divide",
+            "Use 2 or 4.",
+        ),
+    ],
+)
+def test_degrees_that_do_not_make_the_processes_say_what_would(
+    pins: dict[str, int], found: str, cure: str
+) -> None:
+    workload = Workload(name="w", global_batch=8, samples=800)
+    with pytest.raises(WrongUse) as caught:
+        build_cpu_setting(workload, 4, pins)
+    spelt = ",".join(f"{name}={value}" for name, value in pins.items())
+    assert (caught.value.given, caught.value.found, caught.value.cure) == (
+        f"--pin {spelt} with --procs 4",
+        found,
+        cure,
+    )
+
+
+def test_a_pinned_global_batch_names_an_option_that_commands_with_pins_have(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WrongUse, match=r"--set global_batch=8"):
+        read_pins(["global_batch=8"])
+    for command in ("plan", "train", "launch"):
+        monkeypatch.setattr("sys.argv", ["trimtab", command, "--help"])
+        assert main_code() == 0
+        assert "--set NAME=VALUE" in capsys.readouterr().out
 
 
 def test_a_cluster_without_devices_leaves_the_mesh_open() -> None:

@@ -1,4 +1,4 @@
-"""`trimtab train` survives a killed process and a full memory under schedules of pipelines, cp and tp."""
+"""`trimtab train` survives a killed process and a full memory under schedules of pipelines, cp, tp and ep."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from pathlib import Path
+import expert_jobs
 
 STEPS = 6
 FAULTS: list[dict[str, Any]] = [
@@ -29,13 +29,18 @@ WAYS = {
 }
 
 
-def train(folder: Path, procs: int, *words: str, job: str = "slm:tiny") -> str:
-    """Train a small model with four blocks; return what was printed."""
+SMALL = ("--set", "layers=4", "--set", "seq=32")
+"""Options of a small model with four blocks."""
+
+
+def train(
+    folder: Path, procs: int, *words: str, job: str = "slm:tiny", options: tuple[str, ...] = SMALL
+) -> str:
+    """Train a job; return what was printed."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "trimtab", "train", job, "--procs", str(procs)),
-            *("--set", "layers=4", "--set", "seq=32", "--steps", str(STEPS), "--checkpoint-every", "1"),
-            *("--out", str(folder), *words),
+            *(*options, "--steps", str(STEPS), "--checkpoint-every", "1", "--out", str(folder), *words),
         ],
         capture_output=True,
         text=True,
@@ -62,13 +67,25 @@ def losses_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_kill_and_a_full_memory_change_no_loss(way: str, tmp_path: Path, losses_alone: list[float]) -> None:
     procs, pins = WAYS[way]
-    (tmp_path / "faults.json").write_text(json.dumps(FAULTS), encoding="utf-8")
-    folder = tmp_path / "run"
-    train(folder, procs, "--pin", pins, "--faults", str(tmp_path / "faults.json"))
-    losses = [row["loss"] for row in read_rows(folder / "log.jsonl")]
-    assert losses == pytest.approx(losses_alone, rel=1e-4)
-    kinds = {event["kind"] for event in read_rows(folder / "events.jsonl")}
+    assert train_with_faults(tmp_path, procs, pins) == pytest.approx(losses_alone, rel=1e-4)
+
+
+def train_with_faults(folder: Path, procs: int, pins: str, **options: Any) -> list[float]:
+    """Train while a process is killed and another has no memory; return the losses."""
+    (folder / "faults.json").write_text(json.dumps(FAULTS), encoding="utf-8")
+    train(folder / "run", procs, "--pin", pins, "--faults", str(folder / "faults.json"), **options)
+    kinds = {event["kind"] for event in read_rows(folder / "run" / "events.jsonl")}
     assert {"out-of-memory", "lost-rank"} <= kinds
+    return [row["loss"] for row in read_rows(folder / "run" / "log.jsonl")]
+
+
+@pytest.mark.slow
+def test_ranks_that_split_layers_and_hold_experts_survive_both(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"job": f"{Path(expert_jobs.__file__)}:Splittable", "options": ()}
+    train(tmp_path / "alone", 1, **options)
+    expected = [row["loss"] for row in read_rows(tmp_path / "alone" / "log.jsonl")]
+    losses = train_with_faults(tmp_path, 4, "tp=2,ep=2", **options)
+    assert losses == pytest.approx(expected, rel=1e-4)
 
 
 GREEDY_JOB = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from trimtab.exams.outside import (
     VERDICT,
     OutsideResult,
     answer_row,
+    check_corrections,
     compare_devices,
     make_layout,
     make_shape,
@@ -30,6 +32,8 @@ from trimtab.exams.outside import (
 )
 from trimtab.exams.outside_facts import OutsideRow, read_facts
 from trimtab.exams.replays import make_request, replay_row
+from trimtab.planner.layout_plans import LayoutModel, LayoutStudy, study_layouts
+from trimtab.planner.layouts import OWN
 from trimtab.predict.estimate import describe_public_steps
 
 
@@ -153,6 +157,51 @@ def test_the_catalogue_has_what_published_steps_took_with_nothing_fitted() -> No
     assert compared == {row.name: row.sources for row in public_steps()}
     names = {device.name for device in devices()}
     assert compared.keys() <= names
+
+
+def test_a_correction_is_in_the_catalogue_where_sources_that_were_left_out_get_better() -> None:
+    checks = check_corrections()
+    applied = {chip: check for chip, check in checks.items() if check.is_applied}
+    assert [*applied] == ["A100"]
+    check = applied["A100"]
+    corrected = {row.name: row.correction for row in public_steps() if row.correction is not None}
+    assert {*corrected} == {"A100 40GB SXM4", "A100 80GB SXM4"}
+    for correction in corrected.values():
+        assert correction.factor == pytest.approx(check.factor, abs=0.005)
+        assert correction.rows == check.rows
+        assert sorted(correction.sources) == sorted(check.medians)
+        assert correction.before == pytest.approx(statistics.mean(check.before.values()), abs=0.0005)
+        assert correction.after == pytest.approx(statistics.mean(check.after.values()), abs=0.0005)
+
+
+def test_one_source_cannot_tell_its_own_speed_from_that_of_a_gpu() -> None:
+    check = check_corrections()["MI300X"]
+    assert statistics.mean(check.after.values()) < statistics.mean(check.before.values())
+    assert not check.is_applied
+
+
+def test_layouts_of_other_trainers_are_corrected_by_public_measurements() -> None:
+    def study(trainer: str, name: str) -> LayoutStudy:
+        cluster = trimtab.cluster(f"8x{name}")
+        return study_layouts(LayoutModel(make_shape("llama-3.1-8b"), cluster, 4096, 64, trainer))
+
+    corrected = study("torchtitan", "A100-80GB")
+    assert corrected.correction is not None
+    estimator = corrected.search.estimator
+    layout = corrected.search.found[0].layout
+    seconds = estimator.estimate_time(layout).total_s
+    estimator.slowdown = 1.0
+    assert seconds == pytest.approx(corrected.correction.factor * estimator.estimate_time(layout).total_s)
+    (note,) = (text for text in corrected.list_assumptions() if "not calibrated" in text)
+    assert (
+        "corrected by 1,139 public measurements (InternEvo, llm-foundry, torchtitan, vTrain, xtuner)" in note
+    )
+    assert not any("took" in text for text in corrected.list_assumptions())
+    # The plans of `trimtab plan` compete with traced ones, and an H100 gets worse by such a factor.
+    assert study(OWN, "A100-80GB").correction is None
+    plain = study("torchtitan", "H100")
+    assert plain.correction is None
+    assert any("public measurements on this GPU took" in text for text in plain.list_assumptions())
 
 
 def test_an_estimate_shows_the_public_measurements_of_its_gpu() -> None:

@@ -42,7 +42,7 @@ def test_every_reader_reports_a_cut_file_or_refuses_it(home: Path, tmp_path: Pat
 def test_every_reader_reports_a_cut_at_every_byte_or_refuses_it(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=2)
     # bench/truncated_runs.py has no such limits, and takes seven minutes.
-    counts, faults = read_cuts(run, tmp_path / "cut", limits={"resume": 50, "doctor": 300})
+    counts, faults = read_cuts(run, tmp_path / "cut", limits={"resume": 20, "doctor": 100})
     assert faults == {}
     sizes = {name: (run / name).stat().st_size for name in ("plan.json", "summary.json")}
     # The last byte is the end of the line: nothing is lost with it.

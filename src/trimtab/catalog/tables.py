@@ -192,11 +192,33 @@ class RecipeRow(Row, frozen=True, kw_only=True):
     sequence: tuple[int, int]
 
 
+class PublicCorrection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A factor for predicted step times, from the rows of all GPUs with the same chip."""
+
+    factor: float
+    rows: int
+    sources: tuple[str, ...]
+    before: float
+    """Mean error of a source that was left out, without the factor of the others."""
+    after: float
+    """The same with that factor."""
+
+    def describe(self) -> str:
+        """Return the factor and its evidence in words."""
+        return (
+            f"corrected by {self.rows:,} public measurements ({', '.join(self.sources)}): steps take "
+            f"{self.factor:g} times as long; a source that was left out is predicted to {self.after:.0%} "
+            f"with it and to {self.before:.0%} without"
+        )
+
+
 class PublicRow(Row, frozen=True, kw_only=True):
     """Published step times on a device over predicted ones: rows and median ratio by source."""
 
     name: str
     sources: dict[str, tuple[int, float]]
+    correction: PublicCorrection | None = None
+    """None: it made the sources that were left out no better."""
 
     @property
     def rows(self) -> int:

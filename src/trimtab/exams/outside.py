@@ -343,11 +343,31 @@ def run_outside(
     )
 
 
-def compare_devices() -> dict[str, dict[str, tuple[int, float]]]:
-    """Return how long published steps took over what is predicted with nothing fitted.
+class CorrectionCheck(NamedTuple):
+    """Whether one factor for all steps on a chip makes predictions better for a source that was left out."""
 
-    By device of the catalogue and source: the rows, and the median of measured over predicted time. Rows that
-    are replayed as jobs are not counted: most train adapters only.
+    rows: int
+    medians: dict[str, float]
+    """Median of measured over predicted time by source."""
+    factor: float
+    """Geometric mean of the medians."""
+    before: dict[str, float]
+    """Mean error of each source; with one source, of each half of its rows."""
+    after: dict[str, float]
+    """The same with the factor of the others."""
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether left-out sources get better on average and most of them do; one source shows nothing."""
+        better = sum(self.after[name] < self.before[name] for name in self.before)
+        falls = statistics.mean(self.after.values()) < statistics.mean(self.before.values())
+        return len(self.medians) > 1 and falls and 2 * better > len(self.before)
+
+
+def _list_ratios() -> dict[tuple[str, str], list[float]]:
+    """Return measured over predicted time with nothing fitted, by device of the catalogue and source.
+
+    Rows that are replayed as jobs are not counted: most train adapters only.
     """
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in read_rows():
@@ -357,10 +377,46 @@ def compare_devices() -> dict[str, dict[str, tuple[int, float]]]:
         predicted = answer_row(row, fitted=False).predicted
         step_s = predicted[STEP] if STEP in predicted else predicted[FAR_STEP]
         ratios.setdefault((device, row.source), []).append(row.step_s / step_s)
+    return ratios
+
+
+def compare_devices() -> dict[str, dict[str, tuple[int, float]]]:
+    """Return how long published steps took over what is predicted with nothing fitted.
+
+    By device of the catalogue and source: the rows, and the median of measured over predicted time.
+    """
     compared: dict[str, dict[str, tuple[int, float]]] = {}
-    for (device, source), values in sorted(ratios.items()):
+    for (device, source), values in sorted(_list_ratios().items()):
         compared.setdefault(device, {})[source] = len(values), round(statistics.median(values), 2)
     return compared
+
+
+def check_corrections() -> dict[str, CorrectionCheck]:
+    """Leave out each source on a chip, and predict it with the geometric mean of the others' medians.
+
+    A chip is the first word of its device's name: A100s with 40 and 80 GB are one.
+    """
+    chips: dict[str, dict[str, list[float]]] = {}
+    for (device, source), ratios in sorted(_list_ratios().items()):
+        chips.setdefault(device.split()[0], {}).setdefault(source, []).extend(ratios)
+    return {chip: _check_chip(sources) for chip, sources in chips.items()}
+
+
+def _check_chip(sources: dict[str, list[float]]) -> CorrectionCheck:
+    medians = {name: statistics.median(ratios) for name, ratios in sources.items()}
+    groups = sources
+    if len(sources) == 1:
+        ((name, ratios),) = sources.items()
+        groups = {f"{name}, half {half + 1}": ratios[half::2] for half in range(min(2, len(ratios)))}
+    factors = {name: statistics.median(ratios) for name, ratios in groups.items()}
+    before, after = {}, {}
+    for name, ratios in groups.items():
+        others = [factor for other, factor in factors.items() if other != name]
+        factor = statistics.geometric_mean(others) if others else 1.0
+        before[name] = statistics.mean(abs(1 / ratio - 1) for ratio in ratios)
+        after[name] = statistics.mean(abs(factor / ratio - 1) for ratio in ratios)
+    rows = sum(map(len, sources.values()))
+    return CorrectionCheck(rows, medians, statistics.geometric_mean(medians.values()), before, after)
 
 
 def score_source(source: str, answers: Iterable[OutsideAnswer]) -> list[OutsideScore]:

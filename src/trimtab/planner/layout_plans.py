@@ -12,7 +12,7 @@ from trimtab.planner.layouts import OWN, TRAINERS, LayoutQuestion, LayoutSearch
 from trimtab.planner.space import make_layout
 from trimtab.predict.calibration import find_speed, read_own_calibration
 from trimtab.predict.communication import describe_network, find_links
-from trimtab.predict.estimate import describe_public_steps
+from trimtab.predict.estimate import describe_public_steps, find_public_correction
 from trimtab.predict.layout import LayoutEstimator, Sharding
 from trimtab.spec import (
     Band,
@@ -39,6 +39,7 @@ from trimtab.units import format_bytes, plural
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from trimtab.catalog.tables import PublicCorrection
     from trimtab.planner.estimator_interface import Layout
     from trimtab.planner.layouts import RankedLayout
     from trimtab.predict.calibration import Speed
@@ -94,6 +95,8 @@ class LayoutStudy:
     context_bytes: int
     """The CUDA context and NCCL's buffers."""
     speed: Speed
+    correction: PublicCorrection | None = None
+    """By public measurements of other trainers on this GPU."""
 
     @property
     def tokens(self) -> int:
@@ -177,8 +180,10 @@ class LayoutStudy:
             yield f"time: by the calibration of {self.speed.source} from {self.speed.imported}"
         if not self.speed.own:
             name = self.device.name
-            yield f"time: {name} was not calibrated; its datasheet with the efficiencies of an H200"
-            yield from describe_public_steps(self.device)
+            more = f", {self.correction.describe()}" if self.correction is not None else ""
+            yield f"time: {name} was not calibrated; its datasheet with the efficiencies of an H200{more}"
+            if self.correction is None:
+                yield from describe_public_steps(self.device)
         if (network := describe_network(devices, len(devices.devices))) is not None:
             yield network
 
@@ -227,9 +232,18 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
         pins=model.pins,
         refuse=explain_refusal if model.trainer == OWN else lambda _: "",
     )
-    estimator = LayoutEstimator(model.shape, speed.pace, speed.host, find_links(cluster, gpus, own))
+    # Candidates of `trimtab plan` compete with traced ones, which are not corrected.
+    correct = model.trainer != OWN and not speed.own and not speed.imported
+    correction = find_public_correction(device) if correct else None
+    estimator = LayoutEstimator(
+        model.shape,
+        speed.pace,
+        speed.host,
+        find_links(cluster, gpus, own),
+        slowdown=1.0 if correction is None else correction.factor,
+    )
     search = LayoutSearch(question, estimator).run()
-    return LayoutStudy(model, search, device, context, speed)
+    return LayoutStudy(model, search, device, context, speed, correction)
 
 
 def find_only_device(cluster: Cluster) -> Device:

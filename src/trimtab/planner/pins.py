@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trimtab.engine import in_backward_rules
@@ -11,6 +12,7 @@ from trimtab.errors import UnknownName, WrongUse, find_nearest
 from trimtab.jobs.model_sizes import ModelSizes
 from trimtab.planner.degrees import (
     DEGREES,
+    MESH_AXES,
     TRIMTAB_RULES,
     ClusterShape,
     describe_cluster,
@@ -237,7 +239,7 @@ def check_pin(name: str, value: str, given: str) -> str | int | bool:
         raise WrongUse(
             given,
             found="the global batch is the job's own, not a choice of the plan",
-            cure="Use --global-batch N.",
+            cure=f"Use --set global_batch={value}.",
         )
     close = find_nearest(name, KEYS) or list(KEYS)
     raise UnknownName(
@@ -264,30 +266,38 @@ def check_degree_pins(
 
 def refuse_unused_processes(pins: Mapping[str, Any], processes: int) -> None:
     """Raise if pinned degrees do not make the number of processes, with what they make and what is legal."""
-    pinned = {name: int(pins[name]) for name in DEGREES if name in pins}
-    rules = replace(TRIMTAB_RULES, uses_all_gpus=True)
-    findings = lint_degrees(read_degrees(pinned), ModelSizes(), ClusterShape(gpus=processes), rules)
-    _refuse_degrees(
-        pinned,
-        [
-            finding.replace(found=finding.found.replace("GPUs", "processes").replace("GPU", "process"))
-            for finding in findings
-        ],
-    )
+    pinned = {name: int(pins[name]) for name in pins if name in DEGREES}
+    degrees, rules = read_degrees(pinned), replace(TRIMTAB_RULES, uses_all_gpus=True)
+    errors = _list_errors(lint_degrees(degrees, ModelSizes(), ClusterShape(gpus=processes), rules))
+    if not errors:
+        return
+    found = _join_found(pinned, errors).replace("GPUs", "processes").replace("GPU", "process")
+    cure = _join_cures(errors)
+    ranks = prod(pinned.get(axis, 1) for axis in MESH_AXES)
+    if ranks != processes and all(error.rule == "product" for error in errors):
+        cure = f"{cure.removesuffix('.')}, or --procs {ranks}."
+    raise WrongUse(f"{_spell_pins(pinned)} with --procs {processes}", found=found, cure=cure)
 
 
 def _refuse_degrees(pinned: Mapping[str, int], findings: list[DegreeFinding]) -> None:
     """Raise if a finding is an error."""
-    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
-    if errors:
-        raise WrongUse(
-            "--pin " + ",".join(f"{name}={value}" for name, value in pinned.items()),
-            found="; ".join(
-                finding.found if len(pinned) == 1 else f"{finding.given}: {finding.found}"
-                for finding in errors
-            ),
-            cure=_join_cures(errors),
-        )
+    if errors := _list_errors(findings):
+        raise WrongUse(_spell_pins(pinned), found=_join_found(pinned, errors), cure=_join_cures(errors))
+
+
+def _list_errors(findings: list[DegreeFinding]) -> list[DegreeFinding]:
+    """Return the findings that cannot run."""
+    return [finding for finding in findings if finding.severity is Severity.ERROR]
+
+
+def _spell_pins(pinned: Mapping[str, int]) -> str:
+    """Return pinned degrees as a user writes them."""
+    return "--pin " + ",".join(f"{name}={value}" for name, value in pinned.items())
+
+
+def _join_found(pinned: Mapping[str, int], errors: list[DegreeFinding]) -> str:
+    """Return what was found, each with its degrees if several are pinned."""
+    return "; ".join(error.found if len(pinned) == 1 else f"{error.given}: {error.found}" for error in errors)
 
 
 def _join_cures(findings: list[DegreeFinding]) -> str:

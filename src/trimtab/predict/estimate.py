@@ -28,6 +28,7 @@ from trimtab.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from trimtab.catalog.facts import DeviceFacts, MemoryFacts
+    from trimtab.catalog.tables import PublicCorrection
     from trimtab.predict.calibration import Speed
     from trimtab.spec import Calibration, Cluster, Device, Dtypes, Setting, Trace
 
@@ -238,6 +239,11 @@ def add_in_flight(peaks: MemoryPeaks, trace: Trace, setting: Setting, facts: Mem
             high_bytes=peaks.band.high_bytes + round(size * facts.band_high),
         ),
     )
+
+
+def find_public_correction(device: Device) -> PublicCorrection | None:
+    """Return the factor of published steps on a device for layouts by formulas; None if it has none."""
+    return next((row.correction for row in public_steps() if row.name == device.model), None)
 
 
 def describe_public_steps(device: Device) -> list[str]:

@@ -240,11 +240,12 @@ class LayoutEstimator:
         links: LinkCosts,
         *,
         product_rate: float = 1.0,
+        slowdown: float = 1.0,
         flash_flops: float | None = None,
     ) -> None:
         """Estimate with the rate of products over the predicted one, and the rate of FlashAttention."""
         self.shape, self.pace, self.host, self.links = shape, pace, host, links
-        self.product_rate, self.flash_flops = product_rate, flash_flops
+        self.product_rate, self.flash_flops, self.slowdown = product_rate, flash_flops, slowdown
         self._block_s = lru_cache(maxsize=None)(self._time_block)
         self._ends_s = lru_cache(maxsize=None)(self._time_ends)
         self._update_s = lru_cache(maxsize=None)(self._time_update)
@@ -476,7 +477,7 @@ class LayoutEstimator:
             crossings = 2 * layout.virtual_stages * (rounds + stages - 2)
             sent = crossings * self.links.send_s(size, layout.gpus // stages)
         device, exchange = rounds * slowest.device_s, rounds * slowest.exchange_s
-        return LayoutTime(
+        time = LayoutTime(
             compute_s=device + self._copies_s(layout),
             launch_s=max(0.0, rounds * slowest.total_s - device - exchange),
             within_layers_s=exchange,
@@ -485,6 +486,7 @@ class LayoutEstimator:
             data_s=self._data_s(layout, slowest) + self._tied_s(layout),
             update_s=self._update_s(self._count_updated(layout)),
         )
+        return LayoutTime(*(part * self.slowdown for part in time))
 
     def _data_s(self, layout: DecoderLayout, slowest: PassTime) -> float:
         """Return what is not hidden of sharing weights and summing gradients over data-parallel ranks."""

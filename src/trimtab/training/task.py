@@ -263,6 +263,7 @@ def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -
 
 def _pick_mesh(rules: ParallelStrategy, procs: int, branches: int, pins: Mapping[str, Any]) -> Mesh:
     """Return the mesh of the pinned degrees, else the usual one; raise if there is none of them."""
+    refuse_unused_processes(pins, procs)
     inner = {name: int(pins.get(name) or 1) for name in ("tp", "cp", "ep")}
     stages = {name: int(pins[name]) for name in ("pp", "dp_shard", "dp_replicate") if name in pins}
     meshes = rules.meshes_within(procs, branches=branches, **inner, **stages)
@@ -271,7 +272,6 @@ def _pick_mesh(rules: ParallelStrategy, procs: int, branches: int, pins: Mapping
         meshes = itertools.chain((usual,), meshes)
     mesh = next((mesh for mesh in meshes if not find_wrong_degree(pins, mesh)), None)
     if mesh is None:
-        refuse_unused_processes(pins, procs)
         raise WrongUse(
             format_pins(pins),
             found=f"{rules.word} on {procs} process{'es' * (procs > 1)} has no such mesh",
