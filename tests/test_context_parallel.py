@@ -533,7 +533,7 @@ def test_pins_give_a_mesh_of_processes_that_split_sequences() -> None:
     assert setting.mesh == Mesh(cp=4)
     assert setting.mesh.shards == 4
     assert setting.cp_method is ContextMethod.ALL_TO_ALL
-    with pytest.raises(WrongUse, match="do not divide by 3"):
+    with pytest.raises(WrongUse, match="which do not divide 4 processes"):
         build_cpu_setting(workload, 4, {"cp": 3})
     with pytest.raises(WrongUse, match="does not compile"):
         build_cpu_setting(workload, 4, {"cp": 2, "compile": True})

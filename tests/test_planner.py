@@ -731,7 +731,7 @@ def test_a_pin_is_read_as_people_type_it(text: str, key: str, value: Any) -> Non
         ("micro_batch=2.5", "from 1 up"),
         ("strategy=ddq", "none of single"),
         ("compile=maybe", "neither true nor false"),
-        ("global_batch=3", "--global-batch"),
+        ("global_batch=3", "--set global_batch=3"),
     ],
 )
 def test_a_pin_that_cannot_be_meant_is_refused(text: str, said: str) -> None:
