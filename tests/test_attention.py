@@ -14,6 +14,7 @@ import trimtab
 from shared_jobs import shared_job
 from trimtab.trace import attention_rules as rules
 from trimtab.trace.attention_rules import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, AttentionTarget
+from trimtab.trace.fake_cuda import CUDNN_VERSION, VERSION_HOOKS, list_hook_answers
 from trimtab.trace.workspaces import AttentionTiles, choose_efficient_tiles
 
 HOPPER, AMPERE, ADA, TURING, BLACKWELL = (9, 0), (8, 0), (8, 9), (7, 5), (10, 0)
@@ -262,6 +263,15 @@ def test_cudnn_comes_first_on_hopper_and_datacenter_blackwell(
     capability: tuple[int, int], torch_: tuple[int, int], cudnn: int, first: str
 ) -> None:
     assert rules.choose_kernel(call(causal=True), target(capability, torch_, cudnn)).kernel == first
+
+
+def test_a_build_with_cudnn_keeps_its_version_and_others_report_that_of_the_wheels() -> None:
+    """The order of the kernels depends on it: a version of 9.10 puts flash attention first."""
+    without, own = (list_hook_answers(has_cudnn=has_cudnn) for has_cudnn in (False, True))
+    assert without.keys() - own.keys() == set(VERSION_HOOKS)
+    assert {without[name] for name in VERSION_HOOKS} == {CUDNN_VERSION}
+    assert torch._C._has_cudnn or rules.make_target(HOPPER).cudnn == CUDNN_VERSION
+    assert rules.prefers_cudnn(target(HOPPER, (2, 13), CUDNN_VERSION))
 
 
 def test_cudnn_can_be_deprioritized(monkeypatch: pytest.MonkeyPatch) -> None:

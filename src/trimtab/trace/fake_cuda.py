@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 CUDA_DEVICE_TYPE = 1
-CUDNN_VERSION = 91002
-"""The reported cuDNN version: what torch 2.11 to 2.13 ship for CUDA 13."""
+CUDNN_VERSION = 91900
+"""The cuDNN version that a build of torch without cuDNN reports: that of torch 2.11 to 2.13 for CUDA 13."""
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _GET_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
@@ -64,12 +64,7 @@ HOOKS_ANSWERING_ZERO = (
     "init setCurrentDevice getCurrentDevice exchangeDevice maybeExchangeDevice current_device "
     "deviceSynchronize"
 )
-HOOK_ANSWERS = (
-    dict.fromkeys(HOOKS_ANSWERING_ONE.split(), 1)
-    | dict.fromkeys(HOOKS_ANSWERING_ZERO.split(), 0)
-    | {"versionCuDNN": CUDNN_VERSION, "versionRuntimeCuDNN": CUDNN_VERSION}
-)
-"""The constant that each replaced hook returns, by name."""
+VERSION_HOOKS = ("versionCuDNN", "versionRuntimeCuDNN")
 
 FLOAT_HOOK = "batchnormMinEpsilonCuDNN"
 """The only replaced hook that returns a floating-point number, here 0.0."""
@@ -87,17 +82,27 @@ def set_hooks_visible(visible: bool) -> None:
         _hooks["pointer"].value = _hooks["fake" if visible else "real"]
 
 
+def list_hook_answers(*, has_cudnn: bool) -> dict[str, int]:
+    """Return the constant that each replaced hook returns, by name; a build with cuDNN knows its version."""
+    return (
+        dict.fromkeys(HOOKS_ANSWERING_ONE.split(), 1)
+        | dict.fromkeys(HOOKS_ANSWERING_ZERO.split(), 0)
+        | dict.fromkeys(() if has_cudnn else VERSION_HOOKS, CUDNN_VERSION)
+    )
+
+
 def install_cuda_hooks() -> None:
     """Install the device guard and the hooks."""
     folder = Path(torch.__file__).parent
+    constants = list_hook_answers(has_cudnn=torch._C._has_cudnn)
     codes = [
         _encode_constant_function(1),
         _encode_zero_float_function(),
-        *map(_encode_constant_function, HOOK_ANSWERS.values()),
+        *map(_encode_constant_function, constants.values()),
     ]
     return_one, return_zero_float, *answers = _load_machine_code(codes)
     _install_guard(_load_library(folder, "c10"), return_one)
-    functions = dict(zip(HOOK_ANSWERS, answers, strict=True)) | {FLOAT_HOOK: return_zero_float}
+    functions = dict(zip(constants, answers, strict=True)) | {FLOAT_HOOK: return_zero_float}
     _install_hooks(_load_library(folder, "torch_cpu"), _read_hook_names(folder / "include"), functions)
 
 
