@@ -652,8 +652,8 @@ class TraceEstimator:
         stored = _stored_key(setting)
         if stored not in self.results.static_bytes:
             shares = strategy.weight_shares(setting.mesh) or 1
-            weights, others = count_static_bytes(trace)
-            self.results.static_bytes[stored] = (weights + others) * shares
+            weights, state = count_static_bytes(trace)
+            self.results.static_bytes[stored] = (weights + state) * shares
             self.results.weight_bytes[_weights_key(setting)] = weights * shares
         alone, single = self._keep_one(layout), one_micro_batch(setting)
 

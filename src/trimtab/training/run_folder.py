@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +47,8 @@ ATTEMPT_FILE = "attempt.json"
 """The last attempt: when it began, and whether it ended in order."""
 SUMMARY_FILE = "summary.json"
 """Written after the last step of a run."""
+READ_FILES = (LOG_FILE, EVENTS_FILE, PLAN_FILE, IDENTITY_FILE, ATTEMPT_FILE, SUMMARY_FILE)
+"""Files that readers of a run open."""
 STAGES_FILE = "stages.json"
 """A training in stages has this file in its folder, and its runs in subfolders."""
 _USE_ANOTHER_FOLDER = "Give another folder with --out."
@@ -524,15 +527,31 @@ def read_run_plan(root: Path) -> Plan | None:
 def list_damage(root: Path) -> tuple[str, ...]:
     """List what the files of a run have lost, without reading a long log: files and lines that are cut.
 
-    A file that is missing is not listed: the run may not have written it yet.
+    A file that is missing is not listed: the run may not have written it yet. Files that have not changed
+    since are not read again.
     """
+    return _find_damage(root, tuple(_stamp(root / name) for name in READ_FILES))
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Return what changes with a file: the time of its last change, and its size; None without a file."""
+    try:
+        state = file.stat()
+    except OSError:
+        return None
+    return state.st_ctime_ns, state.st_size
+
+
+@lru_cache(maxsize=1024)
+def _find_damage(root: Path, _: tuple[tuple[int, int] | None, ...]) -> tuple[str, ...]:
     notes: list[str] = []
     for name, kind in ((PLAN_FILE, Plan), (IDENTITY_FILE, RunIdentity), (ATTEMPT_FILE, Attempt)):
         _read_optional(root / name, kind, notes)
     step, events = 0, 0
-    for line in read_json_lines(_read_last_lines(root / LOG_FILE, notes)):
-        step = line["step"] if is_step_object(line) else step
+    lines = _read_last_lines(root / LOG_FILE, notes)
     if (root / SUMMARY_FILE).exists():
+        for line in read_json_lines(lines):
+            step = line["step"] if is_step_object(line) else step
         events = sum(event is not None for event in _read_nouns(root / EVENTS_FILE, Incident, []))
     _read_last_lines(root / EVENTS_FILE, notes)
     _compare_summary(root, step, events, notes)
