@@ -929,7 +929,8 @@ def _trace_ranks(
 ) -> list[bytes]:
     """Return the answer to each part; trace parts with all blocks if the check of few blocks fails.
 
-    The first part is checked for all: eager if there is one, as the check is.
+    The first eager part is checked for all eager parts, and each compiled part for itself: shorter lists of
+    blocks are worth cutting.
     """
     compiled = [part.request.setting.compile for part in parts]
     ways = [WHOLE if checks.few is False else FEWER] * len(parts)
@@ -937,7 +938,9 @@ def _trace_ranks(
     # A setting that needs all blocks in any case checks nothing.
     first = min(range(len(parts)), key=lambda place: (not cuttable[place], compiled[place]))
     if checks.few is None:
-        ways = [CHECKED if place == first else FEWER for place in range(len(parts))]
+        ways = [
+            CHECKED if place == first or is_compiled else FEWER for place, is_compiled in enumerate(compiled)
+        ]
     answers = _run_forks(job, requests, list(zip(parts, ways, strict=True)))
     came = [msgspec.json.decode(answer, type=_AnswerHeader).how for answer in answers]
     is_checked = ways[first] == CHECKED and cuttable[first]
