@@ -261,3 +261,32 @@ def test_a_plan_for_ten_thousand_gpus_is_by_formulas() -> None:
     figures = next(reason for reason in made.reasons if reason.subject == "figures")
     assert "2,048 GPUs" in figures.why
     assert made.options == {"seq": 8192}
+
+
+def test_a_cached_ranking_gives_the_same_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from trimtab.cache import LAYOUTS
+    from trimtab.predict.layout import LayoutEstimator
+
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    question = ask("llama-70b", "4x8xH100")
+
+    def plan_with(*, cache: bool) -> Plan:
+        proposal = propose_layouts(question, {}, cache=cache)
+        assert proposal is not None
+        made = make_layout_plan(
+            proposal.study,
+            proposal.best,
+            job=question.job,
+            workload=question.workload,
+            policy=question.policy,
+        )
+        return add_layouts(made, proposal)
+
+    first = plan_with(cache=False)
+    assert LAYOUTS.keys("") == []
+    assert plan_with(cache=True) == first
+    for key in LAYOUTS.keys("")[1:]:
+        LAYOUTS.file(key).write_text("{", encoding="utf-8")
+    assert plan_with(cache=True) == first, "a damaged entry is ranked again"
+    monkeypatch.setattr(LayoutEstimator, "estimate_memory", lambda *_: pytest.fail("it is ranked again"))
+    assert plan_with(cache=True) == first

@@ -89,12 +89,14 @@ def propose_layouts(
     overrides: Mapping[str, Any],
     *,
     notice: Callable[[RankedLayout], None] = lambda _: None,
+    cache: bool = False,
 ) -> LayoutProposal | None:
     """Return the layouts to plan with; None if data parallelism is as good, or formulas cannot tell.
 
-    `notice` is called with the best by formulas, which is known long before anything is traced.
+    `notice` is called with the best by formulas, which is known long before anything is traced. With `cache`,
+    rankings are cached on disk.
     """
-    study = _study_question(question, overrides)
+    study = _study_question(question, overrides, cache=cache)
     if study is None or not study.search.found:
         return None
     runnable = _put_simplest_first(list(_list_runnable(study)))
@@ -108,7 +110,9 @@ def propose_layouts(
     return LayoutProposal(study, runnable, alone_s)
 
 
-def _study_question(question: PlanQuestion, overrides: Mapping[str, Any]) -> LayoutStudy | None:
+def _study_question(
+    question: PlanQuestion, overrides: Mapping[str, Any], *, cache: bool
+) -> LayoutStudy | None:
     """Estimate all layouts of the job on all GPUs; None where the formulas do not hold."""
     policy, workload, cluster = question.policy, question.workload, question.cluster
     is_plain = policy.objective is Objective.SPEED and not policy.allow and not question.compare
@@ -132,6 +136,7 @@ def _study_question(question: PlanQuestion, overrides: Mapping[str, Any]) -> Lay
             global_batch=workload.global_batch,
             memory_share=policy.memory_share,
             trainer=OWN,
+            is_cached=cache,
         )
     )
 
