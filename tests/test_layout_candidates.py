@@ -150,6 +150,8 @@ def test_ranks_that_split_layers_may_hold_different_experts() -> None:
     [
         {"objective": Objective.GPUS},
         {"pins": {"tp": 8}},
+        {"pins": {"pp": 2, "micro_batch": 1}},
+        {"pins": {"pp": 2, "compile": False}},
         {"pins": {"strategy": "fsdp"}},
         {"pins": {"precision": "fp32"}},
         {"allow": ("offload",)},
@@ -290,3 +292,26 @@ def test_a_cached_ranking_gives_the_same_plan(monkeypatch: pytest.MonkeyPatch, t
     assert plan_with(cache=True) == first, "a damaged entry is ranked again"
     monkeypatch.setattr(LayoutEstimator, "estimate_memory", lambda *_: pytest.fail("it is ranked again"))
     assert plan_with(cache=True) == first
+
+
+def test_pinned_pipelines_of_a_large_model_are_ranked_by_formulas() -> None:
+    question = ask("llama-8b", "8xH100", pins={"pp": 2, "tp": 2})
+    proposal = propose(question)
+    meshes = {make_setting(ranked.layout).mesh for ranked in proposal.runnable}
+    assert meshes
+    assert {(mesh.pp, mesh.tp, mesh.size) for mesh in meshes} == {(2, 2, 8)}
+    assert not proposal.needs_search
+    for space in list_spaces(proposal, question):
+        assert {family.mesh for family in space.families} <= meshes
+    plan = plan_by_formulas(question)
+    (layouts,) = [reason for reason in plan.reasons if reason.subject == "layouts"]
+    assert layouts.why.endswith("all have the pinned degrees")
+    assert {reason.subject: reason.why for reason in plan.reasons}["pp"].endswith("pinned")
+
+
+def test_pinned_pipelines_of_a_small_model_are_all_traced(tmp_path: Path) -> None:
+    config = json.loads((MODELS / "llama-8b" / "config.json").read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": 2, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    question = dataclasses.replace(ask("llama-8b", "8xH100", pins={"pp": 2, "tp": 2}), job=f"hf:{tmp_path}")
+    assert propose_layouts(question, {}) is None
