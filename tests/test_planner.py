@@ -1153,7 +1153,8 @@ def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plans, "get_traces", traces)
     monkeypatch.setattr(plans, "has_summary", lambda *_: True)
     monkeypatch.setattr(plans, "summarize_job", lambda *_, **__: workload())
-    monkeypatch.setattr(plans, "check_batch_loss", lambda *_, **__: spec.BatchLoss(additive=True))
+    additive = spec.BatchLoss(additive=True)
+    monkeypatch.setattr("trimtab.trace.loss_check.check_batch_loss", lambda *_, **__: additive)
 
     def make(*, cache: bool = True, **policy: Any) -> Plan:
         asked.clear()

@@ -73,7 +73,7 @@ def test_a_slow_check_calls_meanwhile_and_its_result_counts(monkeypatch: pytest.
         while not is_over():
             pass
 
-    monkeypatch.setattr(plans, "check_batch_loss", check)
+    monkeypatch.setattr("trimtab.trace.loss_check.check_batch_loss", check)
     workload = add_batch_loss("job", {}, Workload(name="job", global_batch=8), meanwhile=search)
     assert calls == ["searched"]
     assert workload.is_indivisible
@@ -83,6 +83,6 @@ def test_an_error_of_the_check_is_raised_where_the_plan_waits(monkeypatch: pytes
     def check(*_: Any, **__: Any) -> BatchLoss:
         raise trimtab.TrimtabError("job", found="it is broken", cure="Repair it.")
 
-    monkeypatch.setattr(plans, "check_batch_loss", check)
+    monkeypatch.setattr("trimtab.trace.loss_check.check_batch_loss", check)
     with pytest.raises(trimtab.TrimtabError, match="it is broken"):
         add_batch_loss("job", {}, Workload(name="job", global_batch=8))

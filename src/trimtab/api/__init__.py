@@ -22,6 +22,7 @@ from trimtab.api.detecting import (
 )
 from trimtab.api.estimating import (
     batch_warnings,
+    begin_batch_warnings,
     calibrate,
     calibrate_links,
     estimate,
@@ -54,6 +55,7 @@ __all__ = [
     "applied",
     "apply",
     "batch_warnings",
+    "begin_batch_warnings",
     "calibrate",
     "calibrate_links",
     "cancel",

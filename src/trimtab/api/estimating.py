@@ -159,16 +159,23 @@ def batch_warnings(
     job: Any, setting: Setting, options: dict[str, Any] | None = None, *, cache: bool = True
 ) -> tuple[str, ...]:
     """Return warnings about a setting that splits the job's batch; runs the job's code on a small batch."""
+    return begin_batch_warnings(job, setting, options, cache=cache)()
+
+
+def begin_batch_warnings(
+    job: Any, setting: Setting, options: dict[str, Any] | None = None, *, cache: bool = True
+) -> Callable[[], tuple[str, ...]]:
+    """Begin `batch_warnings` beside other work; the function that is returned waits for them."""
     from trimtab.jobs.load import find_job_name
     from trimtab.jobs.registry import comes_with_trimtab
     from trimtab.planner.batch_loss_rules import list_warnings
-    from trimtab.trace.loss_check import check_batch_loss
+    from trimtab.trace.loss_check import LossCheck
 
     name, changed = find_job_name(job)
     if comes_with_trimtab(name):
-        return ()
-    found = check_batch_loss(name, changed | (options or {}), cache=cache)
-    return list_warnings(found, setting)
+        return lambda: ()
+    check = LossCheck(name, changed | (options or {}), cache=cache)
+    return lambda: list_warnings(check.result(), setting)
 
 
 def look_at_all(  # noqa: PLR0913 - as above

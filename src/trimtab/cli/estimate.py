@@ -45,9 +45,10 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
     job, options, cache = request.job, request.options, request.cache
     where, setting = api.requested_setting(state_devices(request))
     device = api.first_device(where)
+    find_warnings = api.begin_batch_warnings(job, setting, options, cache=cache)
     result, details, help_lines = _estimate(request, setting, where, quiet=json)
-    with _status("comparing the loss of a small batch", quiet=json):
-        warnings = api.batch_warnings(job, setting, options, cache=cache)
+    with progress("comparing the loss of a small batch"):
+        warnings = find_warnings()
     result = result.replace(assumptions=(*warnings, *result.assumptions))
     with _status("looking up modules", quiet=json):
         classes = api.module_classes(job, [name for name, _ in details.modules], options, cache=cache)

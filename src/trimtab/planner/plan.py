@@ -6,7 +6,6 @@ import gc
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +41,7 @@ from trimtab.predict.derive import direct_shards
 from trimtab.predict.traces import get_traces, interpolate_family
 from trimtab.spec import Plan, Recompute
 from trimtab.trace.job_summary import NamedJob, has_summary, named_job_key, summarize_job
-from trimtab.trace.loss_check import check_batch_loss
+from trimtab.trace.loss_check import LossCheck
 from trimtab.trace.request import TraceRequest, TraceRequests
 from trimtab.trace.server import WorkerProcess
 from trimtab.trace.tracer import NOT_TRACING, family_key, trace_key
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from trimtab.planner.layouts import RankedLayout
     from trimtab.planner.search import Evaluation
     from trimtab.predict.traces import Family
-    from trimtab.spec import BatchLoss, Cluster, Device, Policy, Setting, Trace, Workload
+    from trimtab.spec import Cluster, Device, Policy, Setting, Trace, Workload
 
 QUICK_CHECK_S = 0.5
 """If checking the loss takes longer, the search begins meanwhile."""
@@ -436,25 +435,10 @@ def add_batch_loss(  # noqa: PLR0913 - a job, and what to do while it is checked
     if workload.batch_loss is not None or workload.cached or workload.global_batch == 1:
         return workload
     say("comparing the loss of a small batch with those of its halves")
-    results: list[BatchLoss | BaseException] = []
-
-    def check() -> None:
-        try:
-            results.append(check_batch_loss(job, overrides, cache=cache))
-        except BaseException as error:  # noqa: BLE001 - raised below, in the thread that waits
-            results.append(error)
-
-    # After Ctrl-C nobody waits for it: the check ends by itself.
-    thread = Thread(target=check, daemon=True)
-    thread.start()
-    thread.join(QUICK_CHECK_S)
-    if thread.is_alive():
-        meanwhile(lambda: not thread.is_alive())
-    thread.join()
-    (result,) = results
-    if isinstance(result, BaseException):
-        raise result
-    return workload.replace(batch_loss=result)
+    check = LossCheck(job, overrides, cache=cache)
+    if not check.is_over(QUICK_CHECK_S):
+        meanwhile(check.is_over)
+    return workload.replace(batch_loss=check.result())
 
 
 def _describe_best(seen: Evaluation) -> str:

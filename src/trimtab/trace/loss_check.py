@@ -8,6 +8,7 @@ large, takes too long or fails, the result is "unknown", with the reason.
 from __future__ import annotations
 
 import warnings
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -52,6 +53,36 @@ def check_batch_loss(job: str, overrides: dict[str, Any] | None = None, *, cache
     result = _ask_child(named)
     BATCH_LOSSES.store(key, result.to_json())
     return result
+
+
+class LossCheck:
+    """A check of a job's loss that runs beside other work, in a thread that waits for its process."""
+
+    def __init__(self, job: str, overrides: dict[str, Any] | None = None, *, cache: bool = True) -> None:
+        self._results: list[BatchLoss | BaseException] = []
+
+        def check() -> None:
+            try:
+                self._results.append(check_batch_loss(job, overrides, cache=cache))
+            except BaseException as error:  # noqa: BLE001 - raised by result(), in the thread that waits
+                self._results.append(error)
+
+        # After Ctrl-C nobody waits for it: the check ends by itself.
+        self._thread = Thread(target=check, daemon=True)
+        self._thread.start()
+
+    def is_over(self, timeout_s: float = 0.0) -> bool:
+        """Return whether the check is over; wait for it at most this long."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def result(self) -> BatchLoss:
+        """Wait for the check, and return what it found; raise its error."""
+        self._thread.join()
+        (result,) = self._results
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
 
 def _ask_child(named: NamedJob) -> BatchLoss:
