@@ -220,6 +220,7 @@ def test_nothing_is_traced_after_the_time_limit() -> None:
     with WorkerProcess() as worker:
         tracing = JobTracer(job="slm", overrides={}, worker=worker, ends_at=monotonic() - 1)
         (answer,) = tracing.trace_all([setting], device, {})
+    assert tracing.is_cut_short, "a plan without it is not cached"
     assert isinstance(answer, trimtab.TrimtabError)
     assert "not traced" in answer.found
 

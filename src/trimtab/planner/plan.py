@@ -98,6 +98,8 @@ class JobTracer:
     """Whether a search ahead has to end."""
     families: dict[str, Family] = field(default_factory=dict)
     is_slow: bool = False
+    is_cut_short: bool = False
+    """Whether a trace was not made because time was up."""
 
     def trace_all(
         self, settings: Sequence[Setting], device: Device, changes: dict[str, Any]
@@ -134,6 +136,7 @@ class JobTracer:
         return found
 
     def _make_timeout(self) -> TrimtabError:
+        self.is_cut_short = True
         return CannotFollow(
             f"job {self.job}",
             found=TRACED_TOO_LONG,
@@ -240,7 +243,8 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
             assumed = collect_fingerprints(job, workload, plan.places, read_versions())
             plan = plan.replace(fingerprints=assumed, options=overrides)
             is_verified = verify_s is None or plan.estimate.verified or not is_guessed(plan.choice)
-            if plan.complete and not plan.by_formulas and is_verified:
+            is_sure = plan.complete and not plan.by_formulas and not tracing.is_cut_short
+            if is_sure and is_verified:
                 PLANS.store(plan_key, plan.to_json())
     reasons = tuple(
         reason for reason in plan.reasons if assumed_batch == () or reason.subject != "global_batch"
@@ -284,6 +288,7 @@ def _plan_layouts(
         limited = replace(tracing, is_ahead=False, ends_at=ends_at)
         with _open_estimator(question, limited, key, say=say) as estimator:
             made = _trace_layouts(proposal, question, estimator, say_best)
+        tracing.is_cut_short = limited.is_cut_short
         if made is None or (isinstance(made, TrimtabError) and proposal.needs_search):
             return None
         if isinstance(made, Plan):
@@ -350,7 +355,8 @@ def _open_estimator(
             cache=estimates,
             searches=searches,
         )
-        if is_cached and searches.new.searches and earlier is None:
+        # With more time, a search finds more.
+        if is_cached and searches.new.searches and earlier is None and not tracing.is_cut_short:
             SEARCHES.store(searches_key, msgspec.json.encode(searches.new))
     finally:
         if tracing.cache and estimates.changed:
