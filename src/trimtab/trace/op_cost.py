@@ -25,6 +25,7 @@ from trimtab.spec.trace import (
     CACHED_ROW_BYTES,
     CONTEXT,
     EXPERTS,
+    GROUP_NORM,
     PERMUTED,
     PROMOTED,
     SLICED,
@@ -567,12 +568,16 @@ def _find_limit(
 ) -> tuple[int, ...]:
     """Return what some operations wait for, more than for memory; nothing for others.
 
-    A norm over the batch has one thread block a channel, and upsampling one thread a pixel of the result,
-    unless channels are last (0). Where numbers are added into others, it matters how many go to one place.
+    A norm over the batch has one thread block a channel, one over groups of channels one for each group of a
+    sample, and upsampling one thread a pixel of the result, unless channels are last (0). Where numbers are
+    added into others, it matters how many go to one place.
     """
     if name in BATCH_NORMS:
         lead = inputs[0]
         return (0 if _has_channels_last(lead) else lead.shape[1],)
+    if name == GROUP_NORM:
+        # Its second result is the mean of each group.
+        return (results[1].numel(),)
     if name in UPSAMPLING:
         is_last = "bilinear" in name and _has_channels_last(inputs[0])
         return (0 if is_last else prod(results[0].shape[2:]),)
