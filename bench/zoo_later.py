@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,9 @@ class ModulatedBlock(nn.Module):
         query, key, value = self.inward(seen).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         tokens = tokens + gate * self.outward(seen)
-        return tokens + gate2 * self.wide(self.norms[1](tokens) * (1 + scale2) + shift2)
+        seen = self.wide(self.norms[1](tokens) * (1 + scale2) + shift2)
+        updated: Tensor = tokens + gate2 * seen
+        return updated
 
 
 class DiffusionTransformer(nn.Module):
@@ -153,15 +155,16 @@ class GatedUNet(nn.Module):
         skips.pop()
         for rise, layer, gate in zip(self.rise, self.up, self.gates, strict=True):
             seen, skip = rise(seen), skips.pop()
-            own, other, out = gate  # type: ignore[misc]
-            skip = skip * torch.sigmoid(out(functional.relu(own(seen) + other(skip))))
+            layers = list(gate.children())
+            skip = skip * torch.sigmoid(layers[2](functional.relu(layers[0](seen) + layers[1](skip))))
             seen = layer(torch.cat([skip, seen], 1))
         logits = self.head(seen).float()
         share = logits.softmax(1)
         target = functional.one_hot(mask, logits.shape[1]).permute(0, 3, 1, 2).float()
         overlap = (share * target).sum((2, 3))
         dice = 1 - (2 * overlap + 1) / (share.sum((2, 3)) + target.sum((2, 3)) + 1)
-        return functional.cross_entropy(logits, mask) + dice.mean()
+        loss: Tensor = functional.cross_entropy(logits, mask) + dice.mean()
+        return loss
 
 
 class GatedUNetJob(LaterJob):
@@ -545,13 +548,14 @@ class PolicyNet(nn.Module):
     def forward(  # noqa: D102
         self, seen: Tensor, action: Tensor, before: Tensor, gain: Tensor, reward: Tensor
     ) -> Tensor:
-        policy = torch.distributions.Normal(self.actor(seen).float(), self.spread.exp())
+        policy: Any = torch.distributions.Normal(self.actor(seen).float(), self.spread.exp())
         now = policy.log_prob(action).sum(-1)
         ratio = (now - before).exp()
         gain = (gain - gain.mean()) / (gain.std() + 1e-8)
         policy_loss = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
         value_loss = functional.mse_loss(self.critic(seen).squeeze(-1).float(), reward)
-        return policy_loss + 0.5 * value_loss - 0.01 * policy.entropy().sum(-1).mean()
+        loss: Tensor = policy_loss + 0.5 * value_loss - 0.01 * policy.entropy().sum(-1).mean()
+        return loss
 
 
 class PolicyJob(LaterJob):

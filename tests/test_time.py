@@ -262,7 +262,7 @@ def test_views_cost_the_host_in_both_passes_at_their_own_price() -> None:
         step_time.run_clocks(views, Even(), host, backward=passes).host_s - HOST.step.start_s  # type: ignore[arg-type]
         for passes in (range(0), range(10))
     )
-    assert (forward, backward) == (pytest.approx(80e-6), pytest.approx(50e-6))
+    assert [forward, backward] == pytest.approx([80e-6, 50e-6])
 
 
 def test_a_host_with_slower_bare_operations_is_slower_in_all_of_its_costs() -> None:
@@ -288,12 +288,14 @@ def describe_group_norm(samples: int, groups: int) -> Work:
     return work
 
 
-def test_a_norm_of_few_large_groups_leaves_most_multiprocessors_without_work() -> None:
-    few, many = describe_group_norm(4, 1), describe_group_norm(4, 64)
+def test_a_norm_of_few_large_groups_takes_as_long_as_one_group() -> None:
+    pace = op_time.Pace(RATES)
+    few, fewer, many = (describe_group_norm(samples, groups) for samples, groups in ((4, 1), (2, 1), (4, 64)))
     assert few.dims[op_time.LIMIT] == 4
-    # With a group for each multiprocessor and more, bytes decide.
-    seconds = [op_time.roofline_s(work, RATES) - FACTS.law.launch_s for work in (few, many)]
-    assert seconds[0] == pytest.approx(seconds[1] * RATES.multiprocessors / 4, rel=1e-3)
+    reading_s = 64 * 64 * 64 / op_time.GROUP_THREADS * FACTS.law.norm_step_s
+    assert [pace.seconds(few), pace.seconds(fewer)] == pytest.approx([reading_s] * 2, rel=1e-3)
+    # With many groups, bytes decide.
+    assert pace.seconds(many) == op_time.roofline_s(many, RATES)
     # Older calibrations do not have the number of groups: their norms still correct these.
     assert op_time.work_coordinates(few) == op_time.work_coordinates(few.replace(dims=few.dims[:2]))
 
@@ -302,6 +304,25 @@ def test_compiled_kernels_that_add_into_memory_take_the_time_of_their_additions(
     kernel = copy(1024).replace(additions=34 * 10**9)
     assert op_time.Pace(RATES).seconds(kernel) == pytest.approx(34e9 / FACTS.law.additions_per_s)
     assert op_time.Pace(RATES).seconds(kernel.replace(additions=1)) == op_time.Pace(RATES).seconds(copy(1024))
+
+
+@pytest.mark.parametrize(("rows", "additions"), [(6000, 6000 * 64), (1500, 0)])
+def test_adding_many_rows_to_few_takes_the_same_time_in_every_dtype(rows: int, additions: int) -> None:
+    device = torch.device("cuda")
+    works = []
+    for dtype in (torch.float32, torch.bfloat16):
+        into, source = (torch.empty(count, 64, dtype=dtype, device="meta") for count in (1000, rows))
+        index = torch.empty(rows, dtype=torch.long, device="meta")
+        for tensor in (into, source, index):
+            tensor.fake_device = device  # type: ignore[attr-defined]
+        add = torch.ops.aten.index_add_.default
+        work = describe_work(add, "aten::index_add_", (into, 0, index, source), {}, into)
+        assert work is not None
+        assert work.additions == additions
+        works.append(work.replace(additions=10**6 * work.additions))
+    if additions:
+        seconds = [op_time.Pace(RATES).seconds(work) for work in works]
+        assert seconds == pytest.approx([10**6 * additions / FACTS.law.indexed_additions_per_s] * 2)
 
 
 def test_rolling_two_dimensions_moves_everything_twice() -> None:

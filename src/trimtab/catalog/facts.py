@@ -80,6 +80,8 @@ class LawFacts(Facts, frozen=True, kw_only=True):
     cell_launch_s: float
     cell_in_a_step: float
     additions_per_s: float
+    indexed_additions_per_s: float
+    norm_step_s: float
 
     def loading(self, alignment: int) -> float:
         """Return the share of full speed with rows aligned to this many bytes."""

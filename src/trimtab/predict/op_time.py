@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.devices import instruction_rate, matmul_share
 from trimtab.catalog.facts import facts_of
-from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
+from trimtab.spec.precision import BFLOAT16, DTYPE_BYTES, FLOAT8, FLOAT16
 from trimtab.spec.trace import (
     BATCH_NORMS,
     BROADCAST,
     CHANNELS_LAST,
     GROUP_NORM,
+    INDEX_ADD,
     PERMUTED,
     PROMOTED,
     SLICED,
@@ -45,11 +46,11 @@ LIMIT, THREADS = 2, 3
 BICUBIC_BACKWARD = "aten::upsample_bicubic2d_backward"
 THREADS_AT_ONCE = {
     **dict.fromkeys(BATCH_NORMS, 2),
-    GROUP_NORM: 1,
     **dict.fromkeys((*UPSAMPLING, BICUBIC_BACKWARD), 512),
 }
-"""How many keep a multiprocessor busy: thread blocks of norms over the batch or over groups of channels,
-threads of upsampling."""
+"""How many keep a multiprocessor busy: thread blocks of norms over the batch, threads of upsampling."""
+GROUP_THREADS = 512
+"""Threads that share a group of a norm over groups of channels."""
 MIN_GROUP_CHANNELS = 8
 """Fewer channels a group than this leave tensor cores without work."""
 MIN_SPLIT = 256
@@ -221,6 +222,23 @@ def _tiled_s(work: Work, peak: float, device: Rates) -> float:
     return best
 
 
+def _additions_s(work: Work, facts: LawFacts) -> float:
+    """Return the least seconds for what an operation adds into memory, one number at a time."""
+    is_indexed = work.op.startswith(INDEX_ADD)
+    return work.additions / (facts.indexed_additions_per_s if is_indexed else facts.additions_per_s)
+
+
+def _group_norm_s(work: Work, facts: LawFacts) -> float:
+    """Return the least seconds of a norm over groups of channels: a thread reads number after number.
+
+    One thread block has a whole group, so few large groups leave most of the device without work.
+    """
+    if work.op != GROUP_NORM or len(work.dims) <= LIMIT:
+        return 0.0
+    numbers = work.read_bytes / DTYPE_BYTES.get(work.dtype, 4)
+    return numbers / work.dims[LIMIT] / GROUP_THREADS * facts.norm_step_s
+
+
 def _log(count: float) -> float:
     return math.log2(max(count, 1))
 
@@ -249,7 +267,7 @@ def work_coordinates(work: Work) -> tuple[float, ...]:
     obstacles, last, limit, threads = (*dims, 0, 0, 0, 0)[:4]
     narrow = _log(last) / 3 if work.kind == "reduction" else 0.0
     traits = [3.0 * bool(obstacles & flag) for flag in (PERMUTED, BROADCAST, PROMOTED, SLICED)]
-    # Calibrations before 2026-11-18 do not have the groups of a norm, and measured enough of them.
+    # Calibrations before 2026-11-18 do not have the number of groups, which matters only if it is small.
     waiting = 0.0 if work.op == GROUP_NORM else 3 * bool(limit) + _log(limit)
     return (_log(moved) / 2, 4 * work.read_bytes / max(moved, 1), narrow, *traits, waiting, _log(threads))
 
@@ -315,7 +333,7 @@ class Pace:
         # If the host was the bottleneck, kernels waited: they were not faster than the roofline.
         waited = recurrent_launch_s(work, self.target.law) > seconds
         seconds *= math.exp(max(0.0, correction) if waited else correction)
-        return max(seconds, work.additions / self.target.law.additions_per_s)
+        return max(seconds, _additions_s(work, self.target.law), _group_norm_s(work, self.target.law))
 
     def list_unmeasured(self, works: Iterable[Work]) -> list[str]:
         """Return the kernels among works whose efficiency is taken from measurements of other kernels."""

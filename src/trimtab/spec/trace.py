@@ -58,6 +58,7 @@ BATCH_NORMS = {
     for direction in ("", "_backward")
 }
 GROUP_NORM = "aten::native_group_norm"
+INDEX_ADD = "aten::index_add"
 CHANNELS_LAST = 1
 """Layout of a convolution, in its dims."""
 UPSAMPLING = {f"aten::upsample_{form}2d" for form in ("bilinear", "bicubic")}
@@ -90,7 +91,7 @@ class Work(Noun, frozen=True, kw_only=True):
     untracked: bool = False
     """Whether autograd records no node for it in the forward pass: no input needs a gradient."""
     additions: int = 0
-    """Numbers that a compiled kernel adds to others in memory, one by one (atomic additions)."""
+    """Numbers that index_add or a compiled kernel adds to others in memory, one by one (atomic additions)."""
 
     def faults(self) -> list[str]:
         """Check that counts are not negative and the kind is known."""
