@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import JobFailed
 from trimtab.planner.estimator_interface import LowerBound, available_bytes
+from trimtab.planner.search_cache import SearchCache
 from trimtab.spec import Allocator, Band, Estimate, Footprint, Recompute, Strategy, Verdict, Workload
 from trimtab.units import GIB, MIB
 
@@ -52,6 +53,7 @@ class Law:
     """Settings that fail by a cause of their own."""
     cause: Callable[[Setting], str] = lambda setting: f"it refuses {setting.precision}"
     traced: set[Any] = field(default_factory=set)
+    searches: SearchCache = field(default_factory=SearchCache)
     """Families whose true times are known."""
 
     def family(self, setting: Setting, layout: Layout) -> Any:

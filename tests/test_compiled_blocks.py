@@ -82,6 +82,43 @@ def test_a_larger_block_is_no_repetition_for_code_that_reuses_memory_either() ->
     assert extend_blocks(swapping(3), strange, blocks="layers", traced=4, total=9, reuses=True) is None
 
 
+def pairing(count: int, *, named: bool = True) -> Trace:
+    """Blocks of which every second one writes the sum that the two before it have made."""
+    writer = Writer()
+    writer.marks["step0"] = 0
+    waiting: list[int] = []
+    for block in range(count):
+        name = f"layers.{block}" if named else ""
+        waiting.append(writer.alloc(3, name))
+        writer.work("aten::mm", 4, 4)
+        if block % 2:
+            writer.alloc(7, name)
+            writer.work("aten::add", 8, 8)
+            for number in reversed(waiting):
+                writer.free(number)
+            waiting.clear()
+    writer.marks["end"] = len(writer.order)
+    return writer.trace({"forward": 0}, 10 * count)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_blocks_that_take_turns_repeat_in_pairs(*, named: bool) -> None:
+    traces = {count: pairing(count, named=named) for count in (3, 4, 6, 12)}
+    assert extend_blocks(traces[3], traces[4], blocks="layers", traced=4, total=12, reuses=True) is None
+    composed = extend_blocks(traces[4], traces[6], blocks="layers", traced=6, total=12, reuses=True, step=2)
+    assert composed is not None
+    assert live_bytes(composed) == live_bytes(traces[12])
+    assert list_kernels(composed) == list_kernels(traces[12])
+    assert composed.parameters == traces[12].parameters
+    assert composed.module_names == traces[12].module_names
+    assert composed.modules == traces[12].modules
+
+
+def test_an_odd_number_of_blocks_has_no_pairs() -> None:
+    pairs = pairing(4), pairing(6)
+    assert extend_blocks(*pairs, blocks="layers", traced=6, total=11, reuses=True, step=2) is None
+
+
 def test_gradients_that_are_complete_at_once_are_in_the_order_of_a_backward_pass() -> None:
     ops = ["mm", *[GRADIENT] * 3, "mm", *[GRADIENT] * 2]
     modules = ["", "b", "a", "c", "", "a", "b"]

@@ -150,6 +150,8 @@ def test_ranks_that_split_layers_may_hold_different_experts() -> None:
     [
         {"objective": Objective.GPUS},
         {"pins": {"tp": 8}},
+        {"pins": {"pp": 2, "micro_batch": 1}},
+        {"pins": {"pp": 2, "compile": False}},
         {"pins": {"strategy": "fsdp"}},
         {"pins": {"precision": "fp32"}},
         {"allow": ("offload",)},
@@ -218,6 +220,7 @@ def test_nothing_is_traced_after_the_time_limit() -> None:
     with WorkerProcess() as worker:
         tracing = JobTracer(job="slm", overrides={}, worker=worker, ends_at=monotonic() - 1)
         (answer,) = tracing.trace_all([setting], device, {})
+    assert tracing.is_cut_short, "a plan without it is not cached"
     assert isinstance(answer, trimtab.TrimtabError)
     assert "not traced" in answer.found
 
@@ -261,3 +264,55 @@ def test_a_plan_for_ten_thousand_gpus_is_by_formulas() -> None:
     figures = next(reason for reason in made.reasons if reason.subject == "figures")
     assert "2,048 GPUs" in figures.why
     assert made.options == {"seq": 8192}
+
+
+def test_a_cached_ranking_gives_the_same_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from trimtab.cache import LAYOUTS
+    from trimtab.predict.layout import LayoutEstimator
+
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    question = ask("llama-70b", "4x8xH100")
+
+    def plan_with(*, cache: bool) -> Plan:
+        proposal = propose_layouts(question, {}, cache=cache)
+        assert proposal is not None
+        made = make_layout_plan(
+            proposal.study,
+            proposal.best,
+            job=question.job,
+            workload=question.workload,
+            policy=question.policy,
+        )
+        return add_layouts(made, proposal)
+
+    first = plan_with(cache=False)
+    assert LAYOUTS.keys("") == []
+    assert plan_with(cache=True) == first
+    for key in LAYOUTS.keys("")[1:]:
+        LAYOUTS.file(key).write_text("{", encoding="utf-8")
+    assert plan_with(cache=True) == first, "a damaged entry is ranked again"
+    monkeypatch.setattr(LayoutEstimator, "estimate_memory", lambda *_: pytest.fail("it is ranked again"))
+    assert plan_with(cache=True) == first
+
+
+def test_pinned_pipelines_of_a_large_model_are_ranked_by_formulas() -> None:
+    question = ask("llama-8b", "8xH100", pins={"pp": 2, "tp": 2})
+    proposal = propose(question)
+    meshes = {make_setting(ranked.layout).mesh for ranked in proposal.runnable}
+    assert meshes
+    assert {(mesh.pp, mesh.tp, mesh.size) for mesh in meshes} == {(2, 2, 8)}
+    assert not proposal.needs_search
+    for space in list_spaces(proposal, question):
+        assert {family.mesh for family in space.families} <= meshes
+    plan = plan_by_formulas(question)
+    (layouts,) = [reason for reason in plan.reasons if reason.subject == "layouts"]
+    assert layouts.why.endswith("all have the pinned degrees")
+    assert {reason.subject: reason.why for reason in plan.reasons}["pp"].endswith("pinned")
+
+
+def test_pinned_pipelines_of_a_small_model_are_all_traced(tmp_path: Path) -> None:
+    config = json.loads((MODELS / "llama-8b" / "config.json").read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": 2, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    question = dataclasses.replace(ask("llama-8b", "8xH100", pins={"pp": 2, "tp": 2}), job=f"hf:{tmp_path}")
+    assert propose_layouts(question, {}) is None

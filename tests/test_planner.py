@@ -1133,7 +1133,7 @@ def test_what_is_asked_beside_changes_neither_runners_up_nor_rejections(objectiv
 
 @pytest.mark.usefixtures("own_cache")
 def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trimtab.cache import ESTIMATES, PLANS
+    from trimtab.cache import ESTIMATES, PLANS, SEARCHES
     from trimtab.planner import plan as plans
     from trimtab.predict.estimate import estimate_trace
 
@@ -1166,10 +1166,14 @@ def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch
     assert make() == first
     assert asked == [], "the plan is cached"
     other = make(deadline_s=1e9)
-    assert asked, "traces are asked for again, and may come from their own cache"
-    assert computed == [], "the estimates are cached"
+    assert asked == [], "the searches are cached"
     assert (other.choice, other.estimate) == (first.choice, first.estimate)
-    for kind, count in ((PLANS, 2), (ESTIMATES, 1)):
+    for part in ("reasons", "runners_up", "rejected", "looked_at"):
+        assert getattr(other, part) == getattr(first, part)
+    least = make(objective=Objective.COST)
+    assert asked, "traces are asked for again, and may come from their own cache"
+    assert least.policy.objective is Objective.COST
+    for kind, count in ((PLANS, 3), (ESTIMATES, 1), (SEARCHES, 2)):
         (*_, last) = keys = kind.keys("")
         assert len(keys) == count
         kind.file(last).write_text("{", encoding="utf-8")

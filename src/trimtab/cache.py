@@ -134,6 +134,10 @@ FOLLOWED_SCRIPTS = CacheKind("scripts", max_bytes=1 * GIB)
 PLANS = CacheKind("plans")
 ESTIMATES = CacheKind("estimates", max_bytes=256 * MIB)
 """All estimates of one job by the planner, one entry a job."""
+SEARCHES = CacheKind("searches", max_bytes=256 * MIB)
+"""Searches of one question, which another deadline, price or run length has in common with it."""
+LAYOUTS = CacheKind("layouts", max_bytes=64 * MIB)
+"""Layouts of decoders that formulas have ranked."""
 WORKLOADS = CacheKind("workloads")
 """Workloads that jobs describe."""
 BATCH_LOSSES = CacheKind("batch_losses")

@@ -9,6 +9,7 @@ import inspect
 import json
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,10 @@ COUNTED_FROM_PADDING = frozenset(
     )
 )
 """Model types whose positions start after the id of the padding token."""
+
+
+PLAIN_DECODERS = frozenset(("llama", "mistral", "mixtral", "qwen2", "qwen3"))
+"""Model types of decoders whose config.json states the longest sequence."""
 
 
 class HuggingFace(Job):
@@ -369,7 +374,25 @@ class HuggingFace(Job):
     @property
     def sample_length(self) -> int | None:
         """Tokens per sample, given or assumed; None for an image model."""
+        limit = self._find_plain_limit()
+        if limit is not None and self.seq is None:
+            return min(limit, DEFAULT_LONGEST)
+        if limit is not None and self.seq is not None and 1 <= self.seq <= limit:
+            return self.seq
         return None if self._is_image else self.tokens
+
+    def _find_plain_limit(self) -> int | None:
+        """Return the longest sequence of a usual decoder, without an import of transformers; else None.
+
+        The import takes seconds, and a plan waits for it.
+        """
+        text = read_config(self.folder, quantized=True)
+        named, limit = text.get("architectures") or [""], text.get(POSITIONS[0])
+        is_plain = text["model_type"] in PLAIN_DECODERS and str(named[0]).endswith("ForCausalLM")
+        is_plain = is_plain and self.packed is None and self.lengths is None and self.layers is None
+        if not is_plain or not isinstance(limit, int) or limit < 1 or find_spec("transformers") is None:
+            return None
+        return limit
 
     @property
     def _has_relative_positions(self) -> bool:

@@ -31,6 +31,7 @@ from trimtab.planner.search import (
     is_late,
     search_space,
 )
+from trimtab.planner.search_cache import ChangedEstimate
 from trimtab.planner.space import (
     FailedPrecision,
     Space,
@@ -253,19 +254,12 @@ REASONED = ("base", "loss", "offload", "optimizer_rule", IN_BACKWARD)
 
 def _list_ways(question: PlanQuestion, estimator: Estimator, best: Evaluation) -> Iterator[WhatIf]:
     """Yield what each way to fit that the plan does not use would buy, at the same micro-batch."""
-    for way in list_relevant(best, question.policy):
-        setting = change_setting(best.setting, way)
-        if setting == best.setting or find_in_backward_refusal(setting) is not None:
-            continue
-        change = f"{way.name} ({way.typed})"
-        if way.is_slow_to_trace and not estimator.has_traces(setting, best.layout):
+    rows: list[ChangedEstimate] = estimator.searches.list_ways(
+        best.setting, lambda: _estimate_ways(question.policy, estimator, best)
+    )
+    for change, setting, estimate in ((row.change, row.setting, row.estimate) for row in rows):
+        if estimate is None:
             yield WhatIf(change=change, gpus=setting.gpus, why=NOT_TRACED)
-            continue
-        try:
-            estimate = estimator.estimate(setting, best.layout)
-        except TrimtabError:
-            continue
-        if estimate.process_bytes >= best.estimate.process_bytes:
             continue
         totals = add_run_totals(estimate, setting, question.workload)
         yield WhatIf(
@@ -276,6 +270,24 @@ def _list_ways(question: PlanQuestion, estimator: Estimator, best: Evaluation) -
             cost=compute_cost(totals, question.policy),
             why=compare_ways(best.estimate, estimate),
         )
+
+
+def _estimate_ways(policy: Policy, estimator: Estimator, best: Evaluation) -> Iterator[ChangedEstimate]:
+    """Yield the plan's setting with each way to fit that saves memory."""
+    for way in list_relevant(best, policy):
+        setting = change_setting(best.setting, way)
+        if setting == best.setting or find_in_backward_refusal(setting) is not None:
+            continue
+        change = f"{way.name} ({way.typed})"
+        if way.is_slow_to_trace and not estimator.has_traces(setting, best.layout):
+            yield ChangedEstimate(change, setting, None)
+            continue
+        try:
+            estimate = estimator.estimate(setting, best.layout)
+        except TrimtabError:
+            continue
+        if estimate.process_bytes < best.estimate.process_bytes:
+            yield ChangedEstimate(change, setting, estimate)
 
 
 class _SearchOutcome(NamedTuple):
@@ -397,18 +409,32 @@ def _search_in_time(
 ) -> SearchResult:
     """Return the best by the objective; with a deadline, keep the margin if a setting can."""
     if space.policy.deadline_s is None or space.policy.objective is Objective.SPEED:
-        return search_space(space, estimator, known=mixed, notice=notice)
+        return _search_cached(space, estimator, mixed, notice)
     result = SearchResult()
     for margin in (MARGIN, 0.0):
-        result = search_space(space, estimator, known=mixed, margin=margin, notice=notice)
+        result = _search_cached(space, estimator, mixed, notice, margin)
         if result.best is not None:
             return result
     # Nothing meets the deadline: the fastest setting shows by how much.
-    return (
-        search_space(_optimize_speed(space), estimator, known=mixed, notice=notice)
-        if result.too_late
-        else result
-    )
+    return _search_cached(_optimize_speed(space), estimator, mixed, notice) if result.too_late else result
+
+
+def _search_cached(
+    space: Space,
+    estimator: Estimator,
+    mixed: list[Evaluation],
+    notice: Notice,
+    margin: float | None = None,
+) -> SearchResult:
+    """Return the result of a search, cached unless settings of different devices compete."""
+
+    def search() -> SearchResult:
+        return search_space(space, estimator, known=mixed, margin=margin, notice=notice)
+
+    if mixed:
+        return search()
+    result: SearchResult = estimator.searches.search(space, search, margin=margin)
+    return result
 
 
 def _optimize_speed(space: Space) -> Space:

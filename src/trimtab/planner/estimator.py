@@ -15,6 +15,7 @@ from trimtab.cache import make_key
 from trimtab.errors import CannotFollow, TrimtabError
 from trimtab.planner.estimator_interface import LowerBound, available_bytes
 from trimtab.planner.search import predict_on_line
+from trimtab.planner.search_cache import SearchCache
 from trimtab.predict import communication, step_time
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.capacity import judge_fully
@@ -126,6 +127,7 @@ class TraceEstimator:
     clock: Clock = compute_step_s
     results: QuestionResults = field(default_factory=QuestionResults)
     cache: EstimateCache = field(default_factory=EstimateCache)
+    searches: SearchCache = field(default_factory=SearchCache)
     is_derivable: IsDerivable = lambda *_: True
     """Whether traces at some micro-batches give the trace of a setting."""
     say: Callable[[str], None] = lambda _: None
@@ -208,6 +210,7 @@ class TraceEstimator:
             changes={**self.changes, **changes},
             results=QuestionResults(),
             cache=EstimateCache(),
+            searches=SearchCache(),
             traces={},
             derived={},
             lines={},

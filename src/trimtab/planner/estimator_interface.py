@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from trimtab.spec import Cluster, Device, Estimate, RankPlacement, Setting
 
@@ -61,8 +61,22 @@ class LowerBound:
     need_bytes: int = 0
 
 
+class CachedSearches(Protocol):
+    """Results of searches of this question and of earlier ones: `SearchCache` in search_cache.py."""
+
+    def search(self, space: Any, compute: Callable[[], Any], *, margin: float | None = None) -> Any:
+        """Return the result of a search in a space; compute it on a cache miss."""
+
+    def list_ways(self, setting: Setting, compute: Callable[[], Iterable[Any]]) -> list[Any]:
+        """Return what ways to fit would buy for a setting; compute it on a cache miss."""
+
+
 class Estimator(Protocol):
     """Estimates settings for the search."""
+
+    @property
+    def searches(self) -> CachedSearches:
+        """Results of searches with this estimator."""
 
     def lower_bound(self, setting: Setting, layout: Layout) -> LowerBound:
         """Return a lower bound without tracing; it may rise as more is traced.

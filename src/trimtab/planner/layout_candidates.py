@@ -53,6 +53,10 @@ FORMULA_DTYPES = Precision.BF16.dtypes
 """What the formulas assume."""
 FREE_PINS = frozenset({"workers", "allocator"})
 """Pins that formulas need not know."""
+PINNED_DEGREES = frozenset({"tp", "cp", "pp", "ep", "dp_shard", "dp_replicate"})
+"""Pins that formulas can follow."""
+SLOW = 1e9
+"""Weights of a model of which all schedules of a pinned pipeline take minutes to trace."""
 NOT_COMPILED = "trimtab does not compile steps with tp, cp, ep or pp"
 USUAL_TOKENS = 1 << 20
 """Tokens of a step below which a plan of a large model asks whether the batch is meant so."""
@@ -89,17 +93,21 @@ def propose_layouts(
     overrides: Mapping[str, Any],
     *,
     notice: Callable[[RankedLayout], None] = lambda _: None,
+    cache: bool = False,
 ) -> LayoutProposal | None:
     """Return the layouts to plan with; None if data parallelism is as good, or formulas cannot tell.
 
-    `notice` is called with the best by formulas, which is known long before anything is traced.
+    `notice` is called with the best by formulas, which is known long before anything is traced. With `cache`,
+    rankings are cached on disk.
     """
-    study = _study_question(question, overrides)
+    study = _study_question(question, overrides, cache=cache)
     if study is None or not study.search.found:
         return None
     runnable = _put_simplest_first(list(_list_runnable(study)))
+    if study.model.pins and not runnable:
+        return None
     notice(runnable[0] if runnable else study.search.best_by_mesh()[0])
-    alone_s = _find_data_parallel_s(study)
+    alone_s = None if study.model.pins else _find_data_parallel_s(study)
     if alone_s is not None:
         best_s = runnable[0].time.total_s if runnable else alone_s
         is_large = study.model.shape.parameters >= LARGE
@@ -108,11 +116,17 @@ def propose_layouts(
     return LayoutProposal(study, runnable, alone_s)
 
 
-def _study_question(question: PlanQuestion, overrides: Mapping[str, Any]) -> LayoutStudy | None:
+def _study_question(
+    question: PlanQuestion, overrides: Mapping[str, Any], *, cache: bool
+) -> LayoutStudy | None:
     """Estimate all layouts of the job on all GPUs; None where the formulas do not hold."""
     policy, workload, cluster = question.policy, question.workload, question.cluster
     is_plain = policy.objective is Objective.SPEED and not policy.allow and not question.compare
-    if not is_plain or not FREE_PINS.issuperset(policy.pins) or not {"seq"}.issuperset(overrides):
+    degrees = {name: int(degree) for name, degree in policy.pins.items() if name in PINNED_DEGREES}
+    is_plain = is_plain and (FREE_PINS | degrees.keys()).issuperset(policy.pins)
+    # Other pinned meshes are few, and quickly traced.
+    is_staged = degrees.get("pp", 1) > 1
+    if not is_plain or (degrees and not is_staged) or not {"seq"}.issuperset(overrides):
         return None
     if workload.is_indivisible or workload.cached or not workload.sample_length or not _are_alike(cluster):
         return None
@@ -124,6 +138,8 @@ def _study_question(question: PlanQuestion, overrides: Mapping[str, Any]) -> Lay
         shape, _ = read_decoder_shape(question.job)
     except WrongUse:
         return None
+    if degrees and shape.parameters < SLOW:
+        return None
     return study_layouts(
         LayoutModel(
             shape=shape,
@@ -132,6 +148,8 @@ def _study_question(question: PlanQuestion, overrides: Mapping[str, Any]) -> Lay
             global_batch=workload.global_batch,
             memory_share=policy.memory_share,
             trainer=OWN,
+            pins=degrees,
+            is_cached=cache,
         )
     )
 
@@ -296,13 +314,15 @@ def list_degree_reasons(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
         )
     meshes = len({look.setting.mesh for look in plan.looked_at})
     traced = f", {meshes} traced of {len(proposal.runnable)} that trimtab train runs" if meshes else ""
-    alone = "no data-parallel setting fits"
+    alone = "by formulas no data-parallel setting fits"
     if proposal.data_parallel_s is not None:
-        alone = f"data parallelism alone takes {proposal.data_parallel_s:.3g} s a step"
+        alone = f"by formulas data parallelism alone takes {proposal.data_parallel_s:.3g} s a step"
+    if study.model.pins:
+        alone = "all have the pinned degrees"
     yield Reason(
         subject="layouts",
         value=f"{study.search.examined:,}",
-        why=f"ranked by formulas{traced}; by formulas {alone}",
+        why=f"ranked by formulas{traced}; {alone}",
     )
     if study.tokens < USUAL_TOKENS and study.model.shape.parameters >= LARGE:
         yield Reason(
@@ -330,7 +350,9 @@ def note_other_trainers(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
         if found:
             why = f"{_name_degrees(found[0])}: {compare_formulas(found[0].time.total_s, ours_s)}"
         yield Reason(subject="recipe", value=recipe.name, why=f"{recipe.model}, {why}")
-    fastest = study_layouts(model._replace(trainer="torchtitan")).search.found[0]
+    fastest = next(iter(study_layouts(model._replace(trainer="torchtitan")).search.found), None)
+    if fastest is None:
+        return
     layout = fastest.layout
     if 1 - fastest.time.total_s / ours_s <= WORTH_A_NOTE:
         return

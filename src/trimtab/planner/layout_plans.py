@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
+from trimtab.cache import LAYOUTS, code_fingerprint, fingerprint
 from trimtab.catalog.facts import facts_of
 from trimtab.errors import WrongUse
 from trimtab.planner.explanations import add_run_totals, compare_step, compute_cost, format_step
-from trimtab.planner.layouts import OWN, TRAINERS, LayoutQuestion, LayoutSearch
+from trimtab.planner.layouts import OWN, TRAINERS, LayoutQuestion, LayoutSearch, StoredRanking
 from trimtab.planner.space import make_layout
 from trimtab.predict.calibration import find_speed, read_own_calibration
 from trimtab.predict.communication import describe_network, find_links
@@ -34,6 +37,7 @@ from trimtab.spec import (
     Verdict,
 )
 from trimtab.strategies import STRATEGIES, find_training_refusal, strategy_by_degrees
+from trimtab.trace.tracer import NOT_TRACING
 from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
@@ -83,6 +87,8 @@ class LayoutModel(NamedTuple):
     trainer: str = "torchtitan"
     memory_share: float = Policy().memory_share
     pins: Mapping[str, int] = {}
+    is_cached: bool = False
+    """Whether the fastest layout of each mesh is enough, so that the ranking can be cached on disk."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +248,20 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
         find_links(cluster, gpus, own),
         slowdown=1.0 if correction is None else correction.factor,
     )
-    search = LayoutSearch(question, estimator).run()
-    return LayoutStudy(model, search, device, context, speed, correction)
+    search = LayoutSearch(question, estimator)
+    if not model.is_cached:
+        search.run()
+        return LayoutStudy(model, search, device, context, speed, correction)
+    key = fingerprint(code_fingerprint(NOT_TRACING - {"predict", "planner"}), model, own)
+    stored = LAYOUTS.load(key, _read_ranking)
+    if stored is None:
+        stored = search.run().store()
+        LAYOUTS.store(key, msgspec.json.encode(stored))
+    return LayoutStudy(model, search.restore(stored), device, context, speed, correction)
+
+
+def _read_ranking(data: bytes) -> StoredRanking:
+    return msgspec.json.decode(data, type=StoredRanking)
 
 
 def find_only_device(cluster: Cluster) -> Device:
@@ -351,7 +369,7 @@ def list_layout_rejections(study: LayoutStudy) -> tuple[Rejection, ...]:
     """Return how many layouts were ruled out by which rule."""
     search = study.search
     rejections = [Rejection(why=why, count=count) for why, count in search.ruled_out.items() if count]
-    slower = len(search.found) - 1
+    slower = search.fitting - 1
     if slower > 0:
         rejections.append(
             Rejection(why="layouts that fit, and are slower or split in more ways", count=slower)

@@ -70,6 +70,17 @@ class LayoutQuestion:
         return all(self.pins.get(name, value) == value for name, value in degrees.items())
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredRanking:
+    """What a search found, with only the fastest layout of each mesh."""
+
+    found: list[RankedLayout]
+    fitting: int
+    least: RankedLayout | None
+    ruled_out: dict[str, int]
+    examined: int
+
+
 @dataclass
 class LayoutSearch:
     """A search and what it found."""
@@ -83,6 +94,7 @@ class LayoutSearch:
         self.ruled_out: Counter[str] = Counter()
         self.found: list[RankedLayout] = []
         self.least: RankedLayout | None = None
+        self.fitting = 0
 
     def run(self) -> LayoutSearch:
         """Estimate every legal layout that fits; sort the rest away by reason."""
@@ -99,6 +111,28 @@ class LayoutSearch:
                 continue
             self.found.append(RankedLayout(layout, self.estimator.estimate_time(layout), memory))
         self.found.sort(key=lambda each: (each.time.total_s, count_splits(each.layout)))
+        self.fitting = len(self.found)
+        return self
+
+    def store(self) -> StoredRanking:
+        """Return what was found, for a cache."""
+        best: dict[tuple[int, ...], RankedLayout] = {}
+        for each in self.found:
+            layout = each.layout
+            mesh = layout.tp, layout.cp, layout.pp, layout.ep, layout.dp_shard, layout.dp_replicate
+            best.setdefault(mesh, each)
+        return StoredRanking(
+            found=list(best.values()),
+            fitting=self.fitting,
+            least=self.least,
+            ruled_out=dict(self.ruled_out),
+            examined=self.examined,
+        )
+
+    def restore(self, stored: StoredRanking) -> LayoutSearch:
+        """Take what an equal search has found."""
+        self.found, self.least, self.fitting = stored.found, stored.least, stored.fitting
+        self.ruled_out, self.examined = Counter(stored.ruled_out), stored.examined
         return self
 
     def best_by_mesh(self) -> list[RankedLayout]:

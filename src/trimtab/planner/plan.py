@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trimtab.cache import ESTIMATES, PLANS, TRACES, code_fingerprint, fingerprint
+from trimtab.cache import ESTIMATES, PLANS, SEARCHES, TRACES, code_fingerprint, fingerprint
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, WrongUse
 from trimtab.planner.decision import PlanQuestion, choose_among, choose_plan
 from trimtab.planner.estimator import (
@@ -33,6 +33,7 @@ from trimtab.planner.layout_candidates import (
 )
 from trimtab.planner.layout_plans import AXES, make_layout_plan, make_setting
 from trimtab.planner.plan_files import collect_fingerprints, read_versions
+from trimtab.planner.search_cache import SearchCache, StoredQuestion, drop_run
 from trimtab.planner.space import list_shard_counts
 from trimtab.planner.usual_batch import assume_batch
 from trimtab.planner.verify import note_unverified, verify_choice
@@ -98,6 +99,8 @@ class JobTracer:
     """Whether a search ahead has to end."""
     families: dict[str, Family] = field(default_factory=dict)
     is_slow: bool = False
+    is_cut_short: bool = False
+    """Whether a trace was not made because time was up."""
 
     def trace_all(
         self, settings: Sequence[Setting], device: Device, changes: dict[str, Any]
@@ -134,6 +137,7 @@ class JobTracer:
         return found
 
     def _make_timeout(self) -> TrimtabError:
+        self.is_cut_short = True
         return CannotFollow(
             f"job {self.job}",
             found=TRACED_TOO_LONG,
@@ -240,7 +244,8 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
             assumed = collect_fingerprints(job, workload, plan.places, read_versions())
             plan = plan.replace(fingerprints=assumed, options=overrides)
             is_verified = verify_s is None or plan.estimate.verified or not is_guessed(plan.choice)
-            if plan.complete and not plan.by_formulas and is_verified:
+            is_sure = plan.complete and not plan.by_formulas and not tracing.is_cut_short
+            if is_sure and is_verified:
                 PLANS.store(plan_key, plan.to_json())
     reasons = tuple(
         reason for reason in plan.reasons if assumed_batch == () or reason.subject != "global_batch"
@@ -271,7 +276,10 @@ def _plan_layouts(
     """Return the plan among layouts that formulas propose; None if they propose none, or none fits."""
     say("ranking layouts by formulas")
     proposal = propose_layouts(
-        question, tracing.overrides, notice=lambda ranked: say_best(describe_layout(ranked))
+        question,
+        tracing.overrides,
+        notice=lambda ranked: say_best(describe_layout(ranked)),
+        cache=tracing.cache,
     )
     if proposal is None:
         return None
@@ -281,6 +289,7 @@ def _plan_layouts(
         limited = replace(tracing, is_ahead=False, ends_at=ends_at)
         with _open_estimator(question, limited, key, say=say) as estimator:
             made = _trace_layouts(proposal, question, estimator, say_best)
+        tracing.is_cut_short = limited.is_cut_short
         if made is None or (isinstance(made, TrimtabError) and proposal.needs_search):
             return None
         if isinstance(made, Plan):
@@ -316,7 +325,8 @@ def _trace_layouts(
             for family in space.families
             if family.mesh.size == family.mesh.data_parallel and family.mesh.ep == 1
         ]
-        estimator.prepare([(family.setting(family.splits[0]), family.layout) for family in plain[:1]])
+        if not estimator.searches.has(space):
+            estimator.prepare([(family.setting(family.splits[0]), family.layout) for family in plain[:1]])
         made = choose_among(space, question, estimator, notice=lambda seen: say_best(_describe_best(seen)))
         is_failed = isinstance(made, TrimtabError) and made.found != TRACED_TOO_LONG
         if made is not None and not is_failed:
@@ -331,6 +341,11 @@ def _open_estimator(
     """Yield an estimator with the cached estimates of a job; store those that it computed, even on errors."""
     cached = ESTIMATES.load(key, _read_estimates) if tracing.cache else None
     estimates = cached or EstimateCache()
+    # Searches with verified times are other ones.
+    is_cached = tracing.cache and tracing.verify_s is None
+    searches_key = _name_searches(key, question, is_layouts=tracing.ends_at is not None)
+    earlier = SEARCHES.load(searches_key, _read_searches) if is_cached else None
+    searches = SearchCache(earlier or StoredQuestion())
     try:
         yield TraceEstimator(
             mixes="recompute" not in question.policy.pins,
@@ -339,7 +354,11 @@ def _open_estimator(
             calibration_of=read_own_calibration,
             say=say,
             cache=estimates,
+            searches=searches,
         )
+        # With more time, a search finds more.
+        if is_cached and searches.new.searches and earlier is None and not tracing.is_cut_short:
+            SEARCHES.store(searches_key, msgspec.json.encode(searches.new))
     finally:
         if tracing.cache and estimates.changed:
             estimates.changed = False
@@ -468,6 +487,16 @@ def describe_layout(ranked: RankedLayout) -> str:
 
 def _read_estimates(data: bytes) -> EstimateCache:
     return msgspec.json.decode(data, type=EstimateCache)
+
+
+def _read_searches(data: bytes) -> StoredQuestion:
+    return msgspec.json.decode(data, type=StoredQuestion)
+
+
+def _name_searches(key: str, question: PlanQuestion, *, is_layouts: bool) -> str:
+    """Return the cache key of the searches of a question: all but the price, the deadline and the run."""
+    policy, workload = drop_run(question.policy, question.workload)
+    return fingerprint(key, replace(question, policy=policy, workload=workload), is_layouts)
 
 
 def _name_estimates(job: str, overrides: dict[str, Any], clip: float | None) -> str:

@@ -206,16 +206,20 @@ def replay(
     failed: OutOfMemory | None = None
     index = -1
     pending = set(resets)
-    for index, event in enumerate(events):
-        if index in pending:
-            windows.append(allocator.reset_peaks())
-        try:
-            short = allocator.apply(event)
-        except ValueError as error:
-            raise ValueError(f"event {index} {event!r}: {error}") from error
-        if short:
-            failed = OutOfMemory(index=index, requested_bytes=event[2], short_bytes=short)
-            break
+    event: Event = ("empty_cache", 0, 0, 0)
+    alloc, free = allocator.alloc, allocator.free
+    try:
+        for index, event in enumerate(events):
+            if index in pending:
+                windows.append(allocator.reset_peaks())
+            kind, ident, size, stream = event
+            if kind == "free":
+                free(ident)
+            elif short := alloc(ident, size, stream) if kind == "alloc" else allocator.apply(event):
+                failed = OutOfMemory(index=index, requested_bytes=size, short_bytes=short)
+                break
+    except ValueError as error:
+        raise ValueError(f"event {index} {event!r}: {error}") from error
     if failed is None and resets and resets[-1] > index:
         if resets[-1] > index + 1:
             raise ValueError(f"reset_peak_at={resets[-1]}: there are only {index + 1} events")
@@ -479,6 +483,8 @@ class CachingAllocator:
         share, limit = config.garbage_collection_threshold, config.limit_bytes
         self._collects = share is not None and limit is not None
         self._large_searches = 0
+        self._is_plain = not self._collects and not config.expandable and self._oversize == _NEVER
+        """Whether the smallest free block that is large enough is always taken."""
 
     def apply(self, event: Event) -> int:
         """Apply one event; return the number of missing bytes, 0 on success."""
@@ -504,7 +510,13 @@ class CachingAllocator:
             return self._alloc_empty_or_huge(ident, size)
         rounded = (size + 511) & -512 if self._plain_rounding else round_size(size, self.config)
         pool = self._pools.get((stream, rounded <= SMALL_SIZE)) or self._add_pool(stream, rounded)
-        block = self._take_cached(pool, rounded) or self._allocate_new(pool, rounded)
+        if self._is_plain:
+            # As `_take_cached`, without the calls: a replay has tens of thousands of events.
+            free = pool.free
+            at = bisect_left(free, (rounded,))
+            block = free.pop(at)[2] if at < len(free) else self._allocate_new(pool, rounded)
+        else:
+            block = self._take_cached(pool, rounded) or self._allocate_new(pool, rounded)
         if block is None:
             return self._short
         if block.size != rounded and should_split(block.size - rounded, rounded, self.config):
@@ -513,7 +525,12 @@ class CachingAllocator:
         block.requested = size
         self._live[ident] = block
         self._seen.add(ident)
-        self._count(block.size, size)
+        self.allocated = allocated = self.allocated + block.size
+        self.requested = requested = self.requested + size
+        if allocated > self._peak_allocated:  # noqa: PLR1730 - a call takes longer
+            self._peak_allocated = allocated
+        if requested > self._peak_requested:  # noqa: PLR1730
+            self._peak_requested = requested
         return 0
 
     def free(self, ident: int) -> None:
@@ -527,9 +544,13 @@ class CachingAllocator:
         self.allocated -= block.size
         self.requested -= block.requested
         block.live = False
-        _merge(block, block.prev)
-        _merge(block, block.next)
-        self._add_to_pool(block)
+        before, after = block.prev, block.next
+        if before is not None and not before.live:
+            _merge(block, before)
+        if after is not None and not after.live:
+            _merge(block, after)
+        block.since = self._large_searches
+        insort(block.pool.free, (block.size, block.address, block))
 
     def empty_cache(self) -> None:
         """Release every segment, or page of an expandable one, without live blocks."""
@@ -578,12 +599,6 @@ class CachingAllocator:
         unmapped = (block for pool in pools for _, block in pool.unmapped)
         spans = [_span(block) for block in chain(live, idle, unmapped)]
         return sorted(spans, key=lambda span: span.address)
-
-    def _count(self, size: int, requested: int) -> None:
-        self.allocated += size
-        self.requested += requested
-        self._peak_allocated = max(self._peak_allocated, self.allocated)
-        self._peak_requested = max(self._peak_requested, self.requested)
 
     def _alloc_empty_or_huge(self, ident: int, size: int) -> int:
         if size < 0:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from trimtab.predict.op_time import CUDNN
@@ -83,6 +84,14 @@ class RankShare:
     ep: int = 1
     dtype: str = "bfloat16"
     kernels: BlockKernels = FUSED_KERNELS
+
+    @cached_property
+    def _hash(self) -> int:
+        # Estimates of a block are looked up by it many times.
+        return hash((self.micro_batch, self.sequence, self.tp, self.cp, self.ep, self.dtype, self.kernels))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.tables import collectives
@@ -123,7 +123,7 @@ class DecoderLayout:
         """Number of devices."""
         return self.tp * self.cp * self.dp * self.pp
 
-    @property
+    @cached_property
     def share(self) -> RankShare:
         """Return what a rank has of each block."""
         return RankShare(
@@ -253,6 +253,8 @@ class LayoutEstimator:
         self._update_s = lru_cache(maxsize=None)(self._time_update)
         self._copy_s = lru_cache(maxsize=None)(self._time_copy)
         self._kinds = lru_cache(maxsize=None)(self._list_kinds)
+        self._ends = lru_cache(maxsize=None)(self._weigh_ends)
+        self._stored = lru_cache(maxsize=None)(partial(count_stored, shape))
 
     # memory
 
@@ -270,13 +272,13 @@ class LayoutEstimator:
 
     def count_kinds(self, layout: DecoderLayout, stage: int) -> tuple[int, int]:
         """Return the first blocks without experts of a stage, and its other blocks."""
-        ends = self._weigh_ends(layout) if layout.relayed and layout.pp > 1 else None
+        ends = self._ends(layout.share, layout.recompute) if layout.relayed and layout.pp > 1 else None
         return self._kinds(layout.pp, ends)[stage]
 
-    def _weigh_ends(self, layout: DecoderLayout) -> tuple[float, float]:
+    def _weigh_ends(self, share: RankShare, recompute: BlockRecompute) -> tuple[float, float]:
         """Return how many blocks take as long as the embedding, and as the head with the loss."""
-        block = self._block_s(layout.share, layout.recompute).device_s
-        first, last = self._ends_s(layout.share)
+        block = self._block_s(share, recompute).device_s
+        first, last = self._ends_s(share)
         return round(first.device_s / block, 1), round(last.device_s / block, 1)
 
     def _list_kinds(self, stages: int, ends: tuple[float, float] | None) -> list[tuple[int, int]]:
@@ -335,10 +337,10 @@ class LayoutEstimator:
             # The gradient of a table is made whole before it is added to those of earlier micro-batches.
             working = 2 * hidden + inner + tables // max(1, ends) * (width + sums)
         plain, blocks = self.count_kinds(layout, stage)
-        stored = blocks * count_stored(self.shape, share, recompute=layout.recompute)
+        stored = blocks * self._stored(share, recompute=layout.recompute)
         if plain:
-            stored += plain * count_stored(self.shape, share, recompute=layout.recompute, dense=True)
-        again = count_stored(self.shape, share) * width if layout.recompute is not BlockRecompute.NONE else 0
+            stored += plain * self._stored(share, recompute=layout.recompute, dense=True)
+        again = self._stored(share) * width if layout.recompute is not BlockRecompute.NONE else 0
         in_flight = self.count_held(layout, stage)
         is_last = stage == layout.pp - 1
         scores = share.tokens * -(-self.shape.vocabulary // layout.tp) if is_last else 0

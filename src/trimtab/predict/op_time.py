@@ -319,6 +319,7 @@ class Pace:
         for point in points:
             self._by_kind.setdefault(point.kind, []).append(point)
             self._by_op.setdefault((point.kind, point.op), []).append(point)
+        self._groups: dict[tuple[str, str, str], list[tuple[tuple[float, float], list[Point]]]] = {}
         self.seconds = lru_cache(maxsize=None)(self._seconds)
         self.recurrent_launch_s = lru_cache(maxsize=None)(self._recurrent_launch_s)
 
@@ -347,30 +348,38 @@ class Pace:
         seconds = recurrent_launch_s(work, facts)
         return seconds * math.exp(self._correction(work)) * facts.cell_in_a_step if seconds else 0.0
 
+    def _group_points(self, work: Work) -> list[tuple[tuple[float, float], list[Point]]]:
+        """Return the points for an operation by what another operation and dtype add, the nearest first."""
+        op = SAME_KERNELS.get(work.op, work.op)
+        key = work.kind, op, work.dtype
+        if key not in self._groups:
+            measured, same = self._by_kind[work.kind], self._by_op.get((work.kind, op), [])
+            if len(same) >= NEAREST_POINTS:
+                measured = same
+            elif op not in FUSED_NORMS:
+                measured = [point for point in measured if point.op not in FUSED_NORMS]
+            groups: dict[tuple[float, float], list[Point]] = {}
+            for point in measured:
+                added = OTHER_OP * (point.op != op), OTHER_DTYPE * (not _has_like_dtype(point, work))
+                groups.setdefault(added, []).append(point)
+            self._groups[key] = sorted(groups.items(), key=lambda group: sum(group[0]))
+        return self._groups[key]
+
     def _correction(self, work: Work) -> float:
         measured = self._by_kind.get(work.kind)
         if not measured or (work.kind == "optimizer" and work.flops):
             # What an update with states in few bits takes was measured directly, and is unlike other updates.
             return 0.0
         at = work_coordinates(work)
-        op = SAME_KERNELS.get(work.op, work.op)
-        same = self._by_op.get((work.kind, op), [])
-        if len(same) >= NEAREST_POINTS:
-            measured = same
-        elif op not in FUSED_NORMS:
-            measured = [point for point in measured if point.op not in FUSED_NORMS]
-        nearest = nsmallest(
-            NEAREST_POINTS,
-            [
-                (
-                    math.dist(at, point.at) ** 2
-                    + OTHER_OP * (point.op != op)
-                    + OTHER_DTYPE * (point.dtype != work.dtype and not _has_like_dtype(point, work)),
-                    point.correction,
-                )
-                for point in measured
-            ],
-        )
+        nearest: list[tuple[float, float]] = []
+        for (by_op, by_dtype), points in self._group_points(work):
+            # No point of a group is nearer than what its operation and dtype add.
+            if len(nearest) == NEAREST_POINTS and nearest[-1][0] < by_op + by_dtype:
+                break
+            nearest += [
+                (math.dist(at, point.at) ** 2 + by_op + by_dtype, point.correction) for point in points
+            ]
+            nearest = nsmallest(NEAREST_POINTS, nearest)
         weights = [1 / (distance + SOFTNESS) for distance, _ in nearest]
         return sum(
             weight * correction for weight, (_, correction) in zip(weights, nearest, strict=True)

@@ -358,6 +358,21 @@ def warm_compiler(recorder: Recorder) -> None:
         recorder.paused, recorder.uses_compile = paused, False
 
 
+def allocate_separately() -> None:
+    """Let compiled code free each buffer after its last use, instead of giving it to a later one.
+
+    Inductor gives a freed buffer to a later one of the same size only where this does not raise the peak of
+    the graph. So the peak is the same without, and every block of a model allocates and frees alike. With
+    it, the blocks far from the peak take buffers of their neighbours, and their number decides which do.
+    Versions of torch that do not compare with the peak keep their rule.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.codegen.wrapper import AllocateLine
+
+    if hasattr(AllocateLine, "should_reuse_buffer"):
+        set_attributes(inductor_config, allow_buffer_reuse=False)
+
+
 def prepare_compiler(recorder: Recorder) -> None:
     """Prepare torch's compiler for the fake device."""
     _enable_dynamo(recorder)

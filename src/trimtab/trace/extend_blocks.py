@@ -2,8 +2,9 @@
 
 A model of many equal blocks runs the same program for each. Its trace is a beginning, a stretch of entries
 for every block, and an end; the same again for the backward pass, the optimizer and any other loop over the
-blocks. Two traces, with k blocks and with k + 1, show where the stretch of one block was inserted.
-`extend_blocks` inserts as many more as needed, and determines for every free which allocation it frees.
+blocks. Two traces, with k blocks and with k + 1, show where the stretch of one block was inserted (with k + 2
+for compiled code that treats blocks in pairs). `extend_blocks` inserts as many more as needed, and determines
+for every free which allocation it frees.
 
 Everything is checked. The inserted stretch must equal the one before it. All other entries must be the same
 in both traces. References to blocks must count from the first block, from the last, or along with their own
@@ -233,18 +234,24 @@ def extend_blocks(  # noqa: PLR0913 - two traces and how they differ
     total: int,
     reuses: bool = False,
     elsewhere: int = 0,
+    step: int = 1,
 ) -> Trace | None:
-    """Return the trace with `total` blocks from those with `traced - 1` and `traced`; None if a check fails.
+    """Return the trace with `total` blocks from `traced - step` and `traced` ones; None if a check fails.
 
     `blocks` is the module name of the list of blocks. `reuses` is for code that gives the memory of tensors
     to later ones of the same size, as compiled code does. Which of several equal allocations it frees then
     depends on the number of blocks, but changes no sum: the latest is taken. `elsewhere` are the blocks of
-    the list on other ranks, which are not counted in `traced` and `total`.
+    the list on other ranks, which are not counted in `traced` and `total`. `step` blocks together repeat:
+    compiled code may add up what two blocks return before it writes the sum.
     """
     if total == traced:
         return more
+    if (total - traced) % step:
+        return None
     try:
-        return _Extension(few, more, blocks, traced, total, reuses=reuses, elsewhere=elsewhere).extend()
+        return _Extension(
+            few, more, blocks, traced, total, reuses=reuses, elsewhere=elsewhere, step=step
+        ).extend()
     except BlocksDiffer:
         return None
 
@@ -273,12 +280,13 @@ class _Extension:
         *,
         reuses: bool = False,
         elsewhere: int = 0,
+        step: int = 1,
     ) -> None:
-        self.reuses, self.elsewhere = reuses, elsewhere
+        self.reuses, self.elsewhere, self.step = reuses, elsewhere, step
         self.alive: dict[Hashable, list[int]] = {}
         """Allocations that are not freed yet, by everything about them; only with `reuses`."""
         self.few, self.more = (Program(trace, blocks, reuses=reuses) for trace in (few, more))
-        self.blocks, self.traced, self.extra = blocks, traced, total - traced
+        self.blocks, self.traced, self.extra = blocks, traced, (total - traced) // step
         self.zones = match_blocks(
             self.few.tokens(sized=True),
             self.more.tokens(sized=True),
@@ -433,9 +441,8 @@ class _Extension:
     def _reference_inserted(self, at: int, before: int, *, free: bool) -> AllocationRef:
         """Return the reference of an inserted entry, by comparison with the stretch before it."""
         if not free:
-            now, then = self.more.block(at), self.more.block(before)
-            step = now - then if now is not None and then is not None else 0
-            return AllocationRef(at, *self._direction(step)) if step else AllocationRef(at)
+            turns = self._count_turns(self.more.block(before), self.more.block(at))
+            return AllocationRef(at, *self._direction(turns)) if turns else AllocationRef(at)
         there, then_there = self.more.freed_position(at), self.more.freed_position(before)
         spot, other = self._spot(there), self._spot(then_there)
         if spot is not None and other is not None:
@@ -455,9 +462,17 @@ class _Extension:
         The first block may be no equal stretch, as it does not free what the embedding allocated, but it
         allocates the same.
         """
-        first, last = self.more.block(before), self.more.block(there)
         are_equal = self._describe(self.more.number(before)) == self._describe(self.more.number(there))
-        return last - first if are_equal and first is not None and last is not None else 0
+        return self._count_turns(self.more.block(before), self.more.block(there)) if are_equal else 0
+
+    def _count_turns(self, first: int | None, last: int | None) -> int:
+        """Return by how many turns two blocks are apart; 0 if an entry belongs to none."""
+        if first is None or last is None:
+            return 0
+        turns, rest = divmod(last - first, self.step)
+        if rest:
+            raise BlocksDiffer(f"block {last} is no repetition of {first}")
+        return turns
 
     def _direction(self, step: int) -> tuple[int, int]:
         """Return the direction of a reference: forward with the entry, or backward from the last turn."""
@@ -471,10 +486,10 @@ class _Extension:
         """Return the reference of an entry of both traces, by comparison with the shorter one."""
         if not free:
             now, then = self.more.block(at), self.few.block(partner)
-            step = now - then if now is not None and then is not None else 0
-            if step not in (0, 1):
+            turns = self._count_turns(then, now)
+            if turns not in (0, 1):
                 raise BlocksDiffer(f"block {then} became {now}")
-            return AllocationRef(at, 0, step)
+            return AllocationRef(at, 0, turns)
         there = self.more.freed_position(at)
         before = self._position_in_more(self.few.freed_position(partner))
         spot, other = self._spot(there), self._spot(before)
@@ -537,9 +552,8 @@ class _Extension:
         return self.more.kinds[number], self.more.trace.sizes[number]
 
     def _set_block(self, block: int | None, reference: AllocationRef, turn: int) -> None:
-        self.names[-1] = (
-            None if block is None else block + turn * reference.turns + self.extra * reference.extra
-        )
+        moved = turn * reference.turns + self.extra * reference.extra
+        self.names[-1] = None if block is None else block + self.step * moved
 
     def _target(self, reference: AllocationRef, turn: int) -> int:
         """Return the number of the allocation that is referred to."""
@@ -616,9 +630,9 @@ class _Extension:
             return tuple(now if name == was else name for name in names)
 
         few, more = self.few.trace, self.more.trace
-        if counted(few.recomputed, self.traced - 1, self.traced) != more.recomputed:
+        if counted(few.recomputed, self.traced - self.step, self.traced) != more.recomputed:
             raise BlocksDiffer("the recomputed blocks of the two differ")
-        return counted(more.recomputed, self.traced, self.traced + self.extra)
+        return counted(more.recomputed, self.traced, self.traced + self.step * self.extra)
 
     def _extend_assumptions(self) -> tuple[str, ...]:
         """Return the assumptions; numbers in them that grow with the blocks grow on."""

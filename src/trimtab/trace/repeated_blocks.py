@@ -33,9 +33,9 @@ class CutRule(NamedTuple):
 
 EAGER = CutRule(min_length=16, worthwhile_share=0.7)
 """Checking the small models takes time too."""
-COMPILED = CutRule(min_length=16, worthwhile_share=0.85)
-"""Compiling takes so much longer than checking that smaller savings are worthwhile. Of fewer blocks, the two
-small models take as long as the whole one, which is compiled too if it does not follow from them."""
+COMPILED = CutRule(min_length=8, worthwhile_share=0.99)
+"""Compiling takes so much longer than checking that smaller savings are worthwhile, and the small models are
+compiled side by side."""
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 

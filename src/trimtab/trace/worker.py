@@ -66,6 +66,10 @@ NOTHING_MOVED = (
     "offload: no activation goes to the host; those of the last operations, small ones and those of code "
     "outside of the model stay on the GPU"
 )
+PAIR = 2
+"""Blocks that compiled code may treat in turn, such as one that adds to a sum and one that writes it."""
+LEAST_PAIRED_BLOCKS = 10
+"""Six of them are compiled."""
 COMPILED_WHOLE = (
     "torch.compile ran on all blocks of the model, which takes longer: a few of them do not show what the "
     "others compile to"
@@ -323,8 +327,11 @@ def _trace_by_few_blocks(
             stage = _find_few_stage(built, lists)
             trace = None if stage is None else stage.extend(*run_tasks(stage.make_tasks(built)))
             return trace, is_right or trace is not None
-        trace = _extend_lists(traced(built, small, forward=False), lists, reuses=compiled)
-        trace = _note_few_blocks(trace, lists) if trace is not None and compiled else trace
+        few = traced(built, small, forward=False)
+        trace = _extend_lists(few, lists, reuses=compiled)
+        trace = _finish_compiled(
+            built, trace, few[-1], lists, lambda count: traced(built, [(count,)], forward=False)[0]
+        )
     except TrimtabError:
         # On any error, trace the whole model: it succeeds or gives a better message.
         return None, is_right
@@ -390,11 +397,37 @@ def _copy_compiled_notes(traces: list[Trace]) -> list[Trace]:
     return [*(trace.replace(assumptions=(*trace.assumptions, *notes)) for trace in others), last]
 
 
-def _note_few_blocks(trace: Trace, lists: list[RepeatedBlocks]) -> Trace:
-    """Return the trace with a note on the models that torch.compile ran on."""
-    words = " and ".join(
-        f"{FEW_BLOCKS} and {FEW_BLOCKS + 1} of the {items.length} blocks in {items.name}" for items in lists
-    )
+def _finish_compiled(
+    built: _BuiltModel,
+    trace: Trace | None,
+    few: Trace,
+    lists: list[RepeatedBlocks],
+    trace_blocks: Callable[[int], Trace],
+) -> Trace | None:
+    """Return a compiled trace with a note on the models that were compiled; try pairs if there is no trace.
+
+    `few` is the trace of one block more than `FEW_BLOCKS`. `trace_blocks` traces another number of blocks.
+    An eager trace is returned as it is.
+    """
+    if not built.request.setting.compile:
+        return trace
+    counts = FEW_BLOCKS, FEW_BLOCKS + 1
+    total = lists[0].length
+    if trace is None and len(lists) == 1 and total >= LEAST_PAIRED_BLOCKS and total % PAIR == 0:
+        counts = counts[1], counts[1] + PAIR
+        trace = extend_blocks(
+            few,
+            trace_blocks(counts[1]),
+            blocks=lists[0].name,
+            traced=counts[1],
+            total=total,
+            reuses=True,
+            step=PAIR,
+        )
+    if trace is None:
+        return None
+    small = " and ".join(map(str, counts))
+    words = " and ".join(f"{small} of the {items.length} blocks in {items.name}" for items in lists)
     note = f"torch.compile ran on models with {words}; the other blocks repeat what they show"
     return trace.replace(assumptions=(*trace.assumptions, note))
 
@@ -436,10 +469,13 @@ def _few_blocks_task(
     """Return a task that traces the model with only the first blocks of its lists."""
 
     def task(say: SendAnswer) -> None:
+        from trimtab.trace.compiled import allocate_separately
         from trimtab.trace.repeated_blocks import cut_blocks
 
         # Keep the removed blocks alive: their memory counts.
         taken = [cut_blocks(key, count) for key, count in counts.items()]
+        if built.request.setting.compile:
+            allocate_separately()
         trace = _trace_model(built, forward=forward, as_compiled=as_compiled)
         del taken
         results = built.recorder.kernels.values.results.pack_results()
@@ -893,8 +929,8 @@ def _trace_ranks(
 ) -> list[bytes]:
     """Return the answer to each part; trace parts with all blocks if the check of few blocks fails.
 
-    The first eager part is checked for all eager parts, and each compiled part for itself: the compiler may
-    treat equal blocks differently.
+    The first eager part is checked for all eager parts, and each compiled part for itself: shorter lists of
+    blocks are worth cutting.
     """
     compiled = [part.request.setting.compile for part in parts]
     ways = [WHOLE if checks.few is False else FEWER] * len(parts)
@@ -938,7 +974,8 @@ def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest
                 say(msgspec.json.encode(answer))
 
             # A fork beside others runs its own forks one after the other: the second knows what the first
-            # found out.
+            # found out. Compiling takes too long to wait.
+            compiles = part.request.setting.compile
             trace_job(
                 job,
                 part.request,
@@ -946,7 +983,7 @@ def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest
                 rank=part.rank,
                 how=how,
                 timeout_s=requests.timeout_s,
-                most_forks=MAX_FORKS if len(parts) == 1 else 1,
+                most_forks=MAX_FORKS if compiles or len(parts) == 1 else 1,
             )
 
         return work
