@@ -417,6 +417,14 @@ TIMED_COMPILED = (
     "bert", "convnext", "qwen3", "swin", "clip", "whisper", "t5", "diffusion_unet", "segformer", "opt", "esm",
     "gemma3",
 )  # fmt: skip
+BLIND_ZOO = {
+    "actor_critic": 4096, "attention_unet": 16, "deformable_detr": 8, "diffusion_transformer": 128,
+    "fnet": 64, "informer": 256, "levit": 256, "mamba": 8, "optical_flow": 8, "perceiver": 8,
+    "poolformer": 128, "protein_pairs": 2, "recurrent_translation": 128, "source_separation": 8,
+    "super_resolution": 32, "switch": 16, "table_transformer": 1024, "vocoder": 32, "wavlm": 16, "xlnet": 32,
+}  # fmt: skip
+"""Models that were predicted before anything of them was measured."""
+BLIND_COMPILED = ("attention_unet", "diffusion_transformer", "poolformer", "table_transformer")
 ATTENTION = (
     ("Windowed", 64), ("EncoderUnmasked", 32), ("Encoder", 32), ("EncoderDropout", 32), ("RelativeBias", 16),
     ("Head80", 16), ("Head96", 16), ("Head100", 16), ("Head160", 8), ("Grouped", 16), ("GroupedMasked", 16),
@@ -463,15 +471,17 @@ def _timed_zoo() -> list[QueuedCase]:
     from bench.zoo import entries
 
     known = entries()
-    each = [(name, False) for name in TIMED_ZOO] + [(name, True) for name in TIMED_COMPILED]
+    sets = (("time", TIMED_ZOO, TIMED_COMPILED), ("blind", BLIND_ZOO, BLIND_COMPILED))
     return [
         _zoo_case(
             known[name],
-            f"time-{name}{'-compile' * compiled}-b{TIMED_ZOO[name]}",
-            TIMED_ZOO[name],
+            f"{word}-{name}{'-compile' * compiled}-b{sizes[name]}",
+            sizes[name],
             compiled=compiled,
         )
-        for name, compiled in each
+        for word, sizes, also_compiled in sets
+        for names, compiled in ((sizes, False), (also_compiled, True))
+        for name in names
     ]
 
 
@@ -873,6 +883,7 @@ def measure(name: str, *, alone: bool = False) -> dict[str, Any]:
     """Run one case in this process; a compiled case is compiled beside others unless it needs to be alone."""
     import torch
 
+    from trimtab.calibration.host import measure_host_costs
     from trimtab.exams.measure import measure_rank
     from trimtab.jobs.load import load_job
     from trimtab.trace.server import import_ahead
@@ -885,13 +896,24 @@ def measure(name: str, *, alone: bool = False) -> dict[str, Any]:
     lock = GpuLock()
     is_shared = case.compile and not alone
     hold = lock.shared() if is_shared else lock.exclusive()
+    speeds: list[dict[str, float]] = []
+
+    @contextlib.contextmanager
+    def watch_host() -> Iterator[None]:
+        """Measure the host's speed right before and after the timed steps: shared hosts change it often."""
+        with lock.exclusive() if is_shared else contextlib.nullcontext():
+            speeds.append(measure_host_costs())
+            yield
+            speeds.append(measure_host_costs())
+
     try:
         with hold:
             if case.strategy == Strategy.PIPELINE:
                 from bench.stage_cases import measure_stage
 
                 return measure_stage(job, case.setting, case.stage)
-            found = measure_rank(job, case.setting, timing=lock.exclusive if is_shared else None)
+            found = measure_rank(job, case.setting, timing=watch_host)
+            found["host"] = {name: sum(speed[name] for speed in speeds) / len(speeds) for name in speeds[0]}
     except torch.OutOfMemoryError as error:
         found = {"out_of_memory": str(error).split("\n")[0]}
     return found

@@ -731,10 +731,15 @@ def _transformers(row: Row) -> Entry:
 
 
 def _written() -> list[Entry]:
-    """The models of zoo_models.py, which stands beside this file."""
-    name = "trimtab_zoo_models"
+    """The models of zoo_models.py and zoo_later.py, which stand beside this file."""
+    jobs = [job for file in ("zoo_models", "zoo_later") for job in _load_beside(file).JOBS]
+    return [Entry(job.name, "written", job.micro_batch, job) for job in jobs]
+
+
+def _load_beside(file: str) -> Any:
+    name = f"trimtab_{file}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("zoo_models.py"))
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{file}.py"))
         assert spec is not None  # noqa: S101 - a .py file has a loader
         assert spec.loader is not None  # noqa: S101
         module = importlib.util.module_from_spec(spec)
@@ -743,8 +748,7 @@ def _written() -> list[Entry]:
             warnings.simplefilter("ignore", DeprecationWarning)
             spec.loader.exec_module(module)
         sys.modules[name] = module
-    jobs = sys.modules[name].JOBS
-    return [Entry(job.name, "written", job.micro_batch, job) for job in jobs]
+    return sys.modules[name]
 
 
 @functools.cache

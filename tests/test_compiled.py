@@ -14,7 +14,7 @@ from trimtab.catalog.devices import find_reported_device
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.exams.run import predict_case, read_cases
 from trimtab.spec import PARTS, Device, Estimate
-from trimtab.trace.compiled import CostClock, KernelTuning, MemoryBalance
+from trimtab.trace.compiled import CostClock, KernelTuning, MemoryBalance, count_additions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -311,6 +311,22 @@ def test_torch_itself_says_how_many_configurations_are_tried() -> None:
 )
 def test_a_kernel_that_is_not_understood_is_not_tuned(source: str) -> None:
     assert KernelTuning(source).configurations == 1
+
+
+ADDING = """
+def triton_poi_fused_put(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 4096
+    xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:]
+    tl.atomic_add(out_ptr0 + (tl.broadcast_to(tmp0, [XBLOCK])), tmp1, None, sem='relaxed')
+    tl.atomic_add(out_ptr0 + (tl.broadcast_to(tmp2, [XBLOCK])), tmp1, None, sem='relaxed')
+"""
+
+
+def test_numbers_that_a_kernel_adds_into_memory_are_counted() -> None:
+    assert count_additions(ADDING) == 2 * 4096
+    assert count_additions(ADDING.replace("tl.atomic_add", "tl.store")) == 0
+    # Sizes that are only known when the kernel runs are not in its source.
+    assert count_additions(ADDING.replace("    xnumel = 4096\n", "")) == 0
 
 
 def test_a_copy_must_not_raise_the_peak() -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 H200 = trimtab.cluster("H200").devices[0]
 RATES = op_time.device_rates(H200) or pytest.fail("the H200 has figures")
 FACTS = facts_of(H200)
-HOST = step_time.HostCosts(10e-6, 10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6, FACTS.step)
+HOST = step_time.HostCosts(10e-6, 10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6, 10e-6, FACTS.step)
 
 
 def matrix(rows: int, columns: int, inner: int, alignment: int = 16, dtype: str = "bfloat16") -> Work:
@@ -242,6 +242,87 @@ def test_products_that_are_computed_again_have_known_shapes() -> None:
     stale = [work.replace(fresh=False) for work in works]
     known = step_time.run_clocks(stale, Even(), HOST, backward=range(2, 5)).host_s  # type: ignore[arg-type]
     assert found - known == pytest.approx(2 * HOST.step.fresh_s)
+
+
+def test_what_autograd_does_not_record_costs_the_host_less_and_only_in_the_forward_pass() -> None:
+    host = HOST._replace(forward_s=20e-6, plain_s=15e-6)
+    known, unknown = [copy(1024)] * 10, [copy(1024).replace(untracked=True)] * 10
+    for backward, saved_s in ((range(0), 10 * 5e-6), (range(10), 0.0)):
+        recorded, left = (
+            step_time.run_clocks(works, Even(), host, backward=backward).host_s  # type: ignore[arg-type]
+            for works in (known, unknown)
+        )
+        assert recorded - left == pytest.approx(saved_s)
+
+
+def test_views_cost_the_host_in_both_passes_at_their_own_price() -> None:
+    host = HOST._replace(view_s=8e-6, backward_view_s=5e-6)
+    views = [Work(op="aten::view", kind="view", dtype="", kernels=0)] * 10
+    forward, backward = (
+        step_time.run_clocks(views, Even(), host, backward=passes).host_s - HOST.step.start_s  # type: ignore[arg-type]
+        for passes in (range(0), range(10))
+    )
+    assert [forward, backward] == pytest.approx([80e-6, 50e-6])
+
+
+def test_a_host_with_slower_bare_operations_is_slower_in_all_of_its_costs() -> None:
+    usual, slow = (
+        step_time.scale_host_costs({"forward_s": times * FACTS.host.bare_forward_s}, FACTS)
+        for times in (1.0, 2.0)
+    )
+    costs = [name for name in usual._fields if name != "step"]
+    assert usual.piece_s == FACTS.step.piece_s
+    assert [getattr(slow, name) for name in costs] == pytest.approx(
+        [2 * getattr(usual, name) for name in costs]
+    )
+
+
+def describe_group_norm(samples: int, groups: int) -> Work:
+    image = torch.empty(samples, 64, 64, 64, device="meta")
+    means = torch.empty(samples, groups, device="meta")
+    image.fake_device = means.fake_device = torch.device("cuda")  # type: ignore[attr-defined]
+    norm = torch.ops.aten.native_group_norm.default
+    args = (image, None, None, samples, 64, 64 * 64, groups, 1e-5)
+    work = describe_work(norm, "aten::native_group_norm", args, {}, (image, means, means))
+    assert work is not None
+    return work
+
+
+def test_a_norm_of_few_large_groups_takes_as_long_as_one_group() -> None:
+    pace = op_time.Pace(RATES)
+    few, fewer, many = (describe_group_norm(samples, groups) for samples, groups in ((4, 1), (2, 1), (4, 64)))
+    assert few.dims[op_time.LIMIT] == 4
+    reading_s = 64 * 64 * 64 / op_time.GROUP_THREADS * FACTS.law.norm_step_s
+    assert [pace.seconds(few), pace.seconds(fewer)] == pytest.approx([reading_s] * 2, rel=1e-3)
+    # With many groups, bytes decide.
+    assert pace.seconds(many) == op_time.roofline_s(many, RATES)
+    # Older calibrations do not have the number of groups: their norms still correct these.
+    assert op_time.work_coordinates(few) == op_time.work_coordinates(few.replace(dims=few.dims[:2]))
+
+
+def test_compiled_kernels_that_add_into_memory_take_the_time_of_their_additions() -> None:
+    kernel = copy(1024).replace(additions=34 * 10**9)
+    assert op_time.Pace(RATES).seconds(kernel) == pytest.approx(34e9 / FACTS.law.additions_per_s)
+    assert op_time.Pace(RATES).seconds(kernel.replace(additions=1)) == op_time.Pace(RATES).seconds(copy(1024))
+
+
+@pytest.mark.parametrize(("rows", "additions"), [(6000, 6000 * 64), (1500, 0)])
+def test_adding_many_rows_to_few_takes_the_same_time_in_every_dtype(rows: int, additions: int) -> None:
+    device = torch.device("cuda")
+    works = []
+    for dtype in (torch.float32, torch.bfloat16):
+        into, source = (torch.empty(count, 64, dtype=dtype, device="meta") for count in (1000, rows))
+        index = torch.empty(rows, dtype=torch.long, device="meta")
+        for tensor in (into, source, index):
+            tensor.fake_device = device  # type: ignore[attr-defined]
+        add = torch.ops.aten.index_add_.default
+        work = describe_work(add, "aten::index_add_", (into, 0, index, source), {}, into)
+        assert work is not None
+        assert work.additions == additions
+        works.append(work.replace(additions=10**6 * work.additions))
+    if additions:
+        seconds = [op_time.Pace(RATES).seconds(work) for work in works]
+        assert seconds == pytest.approx([10**6 * additions / FACTS.law.indexed_additions_per_s] * 2)
 
 
 def test_rolling_two_dimensions_moves_everything_twice() -> None:
@@ -543,6 +624,44 @@ def test_products_over_rows_that_the_model_chooses_are_fresh_and_no_others(
     assert sum(work.fresh for work in works) == fresh
     assert all(work.kind == "matrix" for work in works if work.fresh)
     assert sum(work.kind == "wait" for work in works) == waits
+
+
+CHOOSES = """
+import torch
+from torch import nn
+
+
+class Job:
+    def model(self):
+        return nn.Linear(16, 1)
+
+    def batch(self, size):
+        return torch.randn(size, 16)
+
+    def loss(self, model, batch):
+        for _ in range(5):
+            batch = batch.sin()
+        with torch.no_grad():
+            weight = model.weight.cos()
+        return (model(batch) * weight.mean()).mean()
+"""
+
+
+def test_a_trace_knows_which_operations_autograd_does_not_record(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(CHOOSES, encoding="utf-8")
+    setting = Setting(micro_batch=8, global_batch=8, precision=Precision.FP32)
+    trace = trace_setting(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
+    forward = [trace.works[number] for number in trace.sequence[: trace.phases["backward"]]]
+    unrecorded = [work.op for work in forward if work.untracked]
+    assert unrecorded.count("aten::sin") == 5
+    assert {"aten::cos", "aten::mean"} <= set(unrecorded)
+    assert not any(work.untracked for work in forward if work.kind == "matrix")
+    assert sum(work.op == "aten::mean" and not work.untracked for work in forward) == 1
+    assert not any(
+        trace.works[number].untracked
+        for number in trace.sequence[trace.phases["backward"] : trace.phases["optimizer"]]
+    )
 
 
 RECURRENT = """

@@ -114,6 +114,15 @@ def test_the_gradient_of_an_enlarged_image_is_copied_where_it_is_a_slice() -> No
     assert sizes(takes(name, (part, [128, 128], [8, 256, 128, 128], False, None))) == []
 
 
+def test_sampling_an_image_with_cudnn_has_a_value_for_each_place() -> None:
+    image, grid = torch.empty(2, 3, 8, 9), torch.empty(2, 5, 7, 2)
+    sampled = fake_ops.RESULTS["aten::cudnn_grid_sampler"]((image, grid))
+    # The same shapes as the kernels that other devices run.
+    assert sampled.shape == torch.nn.functional.grid_sample(image, grid, align_corners=True).shape
+    gradients = fake_ops.RESULTS["aten::cudnn_grid_sampler_backward"]((image, grid, sampled))
+    assert [gradient.shape for gradient in gradients] == [image.shape, grid.shape]
+
+
 def test_a_ctc_loss_has_a_dense_gradient_and_its_sums_twice() -> None:
     log_probs = torch.empty(32, 399, 1024, device=AT).transpose(0, 1)
     sums = torch.empty(32, 399, 121, device=AT)

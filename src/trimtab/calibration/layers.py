@@ -111,6 +111,20 @@ def _norms(kind: str, batch: int, sizes: tuple[tuple[int, int], ...]) -> Calibra
     return CalibrationProgram(f"batch norms, batch {batch}, {kind}", need, run)
 
 
+def _group_norms(kind: str, sizes: tuple[tuple[int, int, int, int], ...]) -> CalibrationProgram:
+    """Norms over groups of channels, with few and large groups too: samples, channels, positions, groups."""
+
+    def run() -> None:
+        for batch, channels, positions, groups in sizes:
+            with use_precision(kind):
+                x = torch.randn(batch, channels, positions, requires_grad=True)
+                loss = nn.GroupNorm(groups, channels)(x).float().square().mean()
+            loss.backward()
+
+    need = max(batch * channels * positions * 4 * 12 for batch, channels, positions, _ in sizes)
+    return CalibrationProgram(f"group norms of {len(sizes)} sizes, {kind}", need, run)
+
+
 def _volumes(kind: str, batch: int, frames: int, side: int, channels: int) -> CalibrationProgram:
     """Convolutions over three dimensions, as for videos and scans."""
 
@@ -292,6 +306,16 @@ def list_layer_programs(kind: str) -> list[CalibrationProgram]:
     """Return the programs for a precision, the most important first."""
     return [
         _norms(kind, 128, ((16, 112), (64, 56), (256, 28), (1024, 14))),
+        _group_norms(
+            kind,
+            (
+                (8, 512, 4096, 1),
+                (4, 256, 4096, 1),
+                (32, 128, 8192, 1),
+                (4, 256, 4096, 16),
+                (64, 256, 1024, 32),
+            ),
+        ),
         _inverted(kind, 128, 56, 144),
         _inverted(kind, 128, 28, 240, kernel=5, stride=2),
         _inverted(kind, 64, 28, 192, last=True),

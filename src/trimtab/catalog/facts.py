@@ -35,6 +35,7 @@ class HostFacts(Facts, frozen=True, kw_only=True):
     backward_s: float
     plain_s: float
     view_s: float
+    backward_view_s: float
     call_s: float
     tensor_s: float
     wait_s: float
@@ -78,6 +79,9 @@ class LawFacts(Facts, frozen=True, kw_only=True):
     cell_kernel_s: float
     cell_launch_s: float
     cell_in_a_step: float
+    additions_per_s: float
+    indexed_additions_per_s: float
+    norm_step_s: float
 
     def loading(self, alignment: int) -> float:
         """Return the share of full speed with rows aligned to this many bytes."""

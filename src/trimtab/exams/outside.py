@@ -165,7 +165,9 @@ def _make_machines(names: tuple[str, str, str, str], gpus: int, layers: int, *, 
     host = speed.host._replace(
         forward_s=speed.host.forward_s * slower,
         backward_s=speed.host.backward_s * slower,
-        step=msgspec.structs.replace(speed.host.step, piece_s=speed.host.step.piece_s * slower),
+        view_s=speed.host.view_s * slower,
+        backward_view_s=speed.host.backward_view_s * slower,
+        piece_s=speed.host.piece_s * slower,
     )
     old = OLD_PRODUCTS.get((device.compute_capability or "").split(".")[0], 1.0)
     estimator = LayoutEstimator(

@@ -52,6 +52,8 @@ LOGIT_BYTES, EAGER_LOGIT_BYTES = 4, 10
 copy, its logarithm and the gradient of that in float32."""
 BLEND = 4
 """Power of the mean between device and host; a large one is their maximum."""
+VIEWS_OF_PRODUCT = 3.5
+"""Views of a matrix product or attention: 3 and 4 forward, 3.5 and 4 backward (bench/host_ops.py)."""
 TENSORS_PER_BLOCK = 9
 FLASH_RAMP = 400
 """Keys at which FlashAttention reaches half of its rate: the form of its authors' curves on an A100."""
@@ -385,14 +387,19 @@ class LayoutEstimator:
     def _pass_s(self, passed: BlockPass, again: tuple[Work, ...] = ()) -> tuple[float, float]:
         """Return the seconds of device and host for a forward and a backward pass."""
         device = sum(map(self._device_s, (passed.forward, again, passed.backward)))
-        forward = self._launch_s((*passed.forward, *again), self.host.forward_s)
-        return device, forward + self._launch_s(passed.backward, self.host.backward_s)
+        host = self.host
+        forward = self._launch_s((*passed.forward, *again), host.forward_s, host.view_s)
+        return device, forward + self._launch_s(passed.backward, host.backward_s, host.backward_view_s)
 
-    def _launch_s(self, works: tuple[Work, ...], each_s: float) -> float:
-        """Return the seconds of the host to launch operations; calls of libraries take several pieces."""
+    def _launch_s(self, works: tuple[Work, ...], each_s: float, view_s: float) -> float:
+        """Return the seconds of the host to launch operations; calls of libraries take several pieces.
+
+        Products and attention come with views, which formulas do not list: those of their inputs and results.
+        """
         facts = self.host.step
         pieces = sum((facts.pieces_of(op) - 1) * count for op, count in Counter(w.op for w in works).items())
-        return each_s * len(works) + facts.piece_s * pieces
+        views = VIEWS_OF_PRODUCT * sum(work.kind in ARITHMETIC_KINDS for work in works)
+        return each_s * len(works) + self.host.piece_s * pieces + view_s * views
 
     def _time_block(self, share: RankShare, recompute: BlockRecompute, *, dense: bool = False) -> PassTime:
         block = list_block(self.shape, share, dense=dense)

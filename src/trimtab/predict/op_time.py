@@ -15,8 +15,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.devices import instruction_rate, matmul_share
 from trimtab.catalog.facts import facts_of
-from trimtab.spec.precision import BFLOAT16, FLOAT8, FLOAT16
-from trimtab.spec.trace import BATCH_NORMS, BROADCAST, CHANNELS_LAST, PERMUTED, PROMOTED, SLICED, UPSAMPLING
+from trimtab.spec.precision import BFLOAT16, DTYPE_BYTES, FLOAT8, FLOAT16
+from trimtab.spec.trace import (
+    BATCH_NORMS,
+    BROADCAST,
+    CHANNELS_LAST,
+    GROUP_NORM,
+    INDEX_ADD,
+    PERMUTED,
+    PROMOTED,
+    SLICED,
+    UPSAMPLING,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,8 +44,13 @@ SPLITS = (1, 2, 4, 8, 16)
 LIMIT, THREADS = 2, 3
 """Places in the dims of a work: what an operation waits for, and if that is something else, its threads."""
 BICUBIC_BACKWARD = "aten::upsample_bicubic2d_backward"
-THREADS_AT_ONCE = dict.fromkeys(BATCH_NORMS, 2) | dict.fromkeys((*UPSAMPLING, BICUBIC_BACKWARD), 512)
+THREADS_AT_ONCE = {
+    **dict.fromkeys(BATCH_NORMS, 2),
+    **dict.fromkeys((*UPSAMPLING, BICUBIC_BACKWARD), 512),
+}
 """How many keep a multiprocessor busy: thread blocks of norms over the batch, threads of upsampling."""
+GROUP_THREADS = 512
+"""Threads that share a group of a norm over groups of channels."""
 MIN_GROUP_CHANNELS = 8
 """Fewer channels a group than this leave tensor cores without work."""
 MIN_SPLIT = 256
@@ -207,6 +222,23 @@ def _tiled_s(work: Work, peak: float, device: Rates) -> float:
     return best
 
 
+def _additions_s(work: Work, facts: LawFacts) -> float:
+    """Return the least seconds for what an operation adds into memory, one number at a time."""
+    is_indexed = work.op.startswith(INDEX_ADD)
+    return work.additions / (facts.indexed_additions_per_s if is_indexed else facts.additions_per_s)
+
+
+def _group_norm_s(work: Work, facts: LawFacts) -> float:
+    """Return the least seconds of a norm over groups of channels: a thread reads number after number.
+
+    One thread block has a whole group, so few large groups leave most of the device without work.
+    """
+    if work.op != GROUP_NORM or len(work.dims) <= LIMIT:
+        return 0.0
+    numbers = work.read_bytes / DTYPE_BYTES.get(work.dtype, 4)
+    return numbers / work.dims[LIMIT] / GROUP_THREADS * facts.norm_step_s
+
+
 def _log(count: float) -> float:
     return math.log2(max(count, 1))
 
@@ -235,7 +267,8 @@ def work_coordinates(work: Work) -> tuple[float, ...]:
     obstacles, last, limit, threads = (*dims, 0, 0, 0, 0)[:4]
     narrow = _log(last) / 3 if work.kind == "reduction" else 0.0
     traits = [3.0 * bool(obstacles & flag) for flag in (PERMUTED, BROADCAST, PROMOTED, SLICED)]
-    waiting = 3 * bool(limit) + _log(limit)
+    # Calibrations before 2026-11-18 do not have the number of groups, which matters only if it is small.
+    waiting = 0.0 if work.op == GROUP_NORM else 3 * bool(limit) + _log(limit)
     return (_log(moved) / 2, 4 * work.read_bytes / max(moved, 1), narrow, *traits, waiting, _log(threads))
 
 
@@ -300,7 +333,8 @@ class Pace:
         correction = self._correction(work)
         # If the host was the bottleneck, kernels waited: they were not faster than the roofline.
         waited = recurrent_launch_s(work, self.target.law) > seconds
-        return seconds * math.exp(max(0.0, correction) if waited else correction)
+        seconds *= math.exp(max(0.0, correction) if waited else correction)
+        return max(seconds, _additions_s(work, self.target.law), _group_norm_s(work, self.target.law))
 
     def list_unmeasured(self, works: Iterable[Work]) -> list[str]:
         """Return the kernels among works whose efficiency is taken from measurements of other kernels."""

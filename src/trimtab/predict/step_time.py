@@ -39,24 +39,29 @@ class HostCosts(NamedTuple):
     backward_s: float
     plain_s: float
     view_s: float
+    backward_view_s: float
     call_s: float
     tensor_s: float
     wait_s: float
     compiled_s: float
+    piece_s: float
     step: StepFacts
-    """Costs of a step that do not depend on the host."""
+    """Counts, and costs that do not depend on the host."""
     dtensor_op_s: float = 0.0
     dtensor_s: float = 0.0
     sharded_s: float = 0.0
     update_s: float = 0.0
 
 
+HOST_FIELDS = [name for name in HostCosts._fields if name not in {"step", "piece_s"}]
+
+
 def scale_host_costs(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
     """Scale the measured costs of a host by the time of a bare operation on the calibrated one."""
     measured = facts.host
     slower = calibration.get("forward_s", measured.bare_forward_s) / measured.bare_forward_s
-    costs = {name: getattr(measured, name) * slower for name in HostCosts._fields if name != "step"}
-    return HostCosts(**costs, step=facts.step)
+    costs = {name: getattr(measured, name) * slower for name in HOST_FIELDS}
+    return HostCosts(**costs, piece_s=facts.step.piece_s * slower, step=facts.step)
 
 
 class Clocks(NamedTuple):
@@ -204,7 +209,7 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
     work: Work, host: HostCosts, *, backward: bool, after: bool, compiled: bool
 ) -> float:
     if work.kind == "view":
-        return 0.0 if compiled else host.view_s
+        return 0.0 if compiled else host.backward_view_s if backward else host.view_s
     if work.op == WRAPPED:
         return host.dtensor_op_s + work.dims[0] * host.dtensor_s
     if work.op == SHARDED:
@@ -216,7 +221,7 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
     if work.kind == "wait":
         # Waiting alone copies no number to the host.
         return host.plain_s if work.op == WAIT_ONLY else host.wait_s
-    pieces = (host.step.pieces_of(work.op) - 1) * host.step.piece_s
+    pieces = (host.step.pieces_of(work.op) - 1) * host.piece_s
     if work.kind == "optimizer":
         return host.forward_s + pieces + (work.dims[0] * host.tensor_s if work.dims else 0.0)
     if after:
@@ -224,7 +229,13 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
     weighing = host.step.fresh_s if work.fresh else 0.0
     if compiled:
         return host.compiled_s + weighing
-    return (host.backward_s if backward else host.forward_s) + pieces + weighing
+    return _operation_s(work, host, backward=backward) + pieces + weighing
+
+
+def _operation_s(work: Work, host: HostCosts, *, backward: bool) -> float:
+    if backward:
+        return host.backward_s
+    return host.plain_s if work.untracked else host.forward_s
 
 
 class Step(NamedTuple):

@@ -57,6 +57,8 @@ BATCH_NORMS = {
     for library in ("native", "cudnn")
     for direction in ("", "_backward")
 }
+GROUP_NORM = "aten::native_group_norm"
+INDEX_ADD = "aten::index_add"
 CHANNELS_LAST = 1
 """Layout of a convolution, in its dims."""
 UPSAMPLING = {f"aten::upsample_{form}2d" for form in ("bilinear", "bicubic")}
@@ -80,12 +82,16 @@ class Work(Noun, frozen=True, kw_only=True):
     """matrix: batch, m, n, k, alignment in bytes; convolution: groups, spots, n, k, layout, kernel area;
     attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
     optimizer: tensors, numbers; others: obstacles, last dimension, and for some what they wait for:
-    channels, pixels, or numbers for one place and then pixels. See trimtab.trace.op_cost. A transfer
+    channels, groups, pixels, or numbers for one place and then pixels. See trimtab.trace.op_cost. A transfer
     has none: it reads bytes of the device on the way to the host, and writes them on the way back."""
     kernels: int = 1
     """Kernel launches; for a recurrent layer, its cells: steps x layers x directions."""
     fresh: bool = False
     """Whether its shape depends on computed values, and so differs in every step."""
+    untracked: bool = False
+    """Whether autograd records no node for it in the forward pass: no input needs a gradient."""
+    additions: int = 0
+    """Numbers that index_add or a compiled kernel adds to others in memory, one by one (atomic additions)."""
 
     def faults(self) -> list[str]:
         """Check that counts are not negative and the kind is known."""

@@ -16,6 +16,7 @@ import functools
 import gc
 import pkgutil
 import re
+from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -249,7 +250,17 @@ KERNEL_NAME = re.compile(r"^triton_\w{3}_|_\d+$")
 """Prefix and suffix that inductor adds to the names of fused operations."""
 REDUCTIONS = ("triton_red", "triton_per", "triton_spl")
 HOST = "cpp"
+KERNEL_SIZES = re.compile(r"^\s+[xyzr]\w*numel = (\d+)$", re.MULTILINE)
 SIGNATURE = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
+
+
+def count_additions(source: str) -> int:
+    """Return how many numbers a generated kernel adds to others in memory, one by one.
+
+    Inductor writes the gradient of an index and of upsampling so; `xnumel` and others are the kernel's sizes.
+    """
+    sizes = [int(size) for size in KERNEL_SIZES.findall(source)]
+    return source.count("tl.atomic_add(") * prod(sizes) if sizes else 0
 
 
 class FusedKernelStub:
@@ -289,6 +300,7 @@ class FusedKernelStub:
             read_bytes=max(0, self.moved_bytes - write_bytes),
             write_bytes=write_bytes,
             dims=(0, largest.shape[-1] if largest is not None and largest.dim() else 1),
+            additions=count_additions(self.source),
         )
 
     def _tune(self, tensors: dict[str, torch.Tensor]) -> None:

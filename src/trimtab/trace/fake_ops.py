@@ -1,7 +1,7 @@
 """Compute result shapes of operations that FakeTensorMode does not support.
 
-torch implements these operations only for CUDA or for real tensors: fused batch norms, CTC loss, grouped
-matrix products, sparse tensors and TorchScript functions. Recurrent layers are in `recurrent`.
+torch implements these operations only for CUDA or for real tensors: fused batch norms, CTC loss, sampling by
+cuDNN, grouped matrix products, sparse tensors and TorchScript functions. Recurrent layers are in `recurrent`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,13 @@ def _grouped_mm(args: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty_strided((rows, columns), (row_stride, 1), dtype=out_dtype, device=left.device)
 
 
+def _sample_grid(args: tuple[Any, ...]) -> torch.Tensor:
+    """Return the values of an image at the places of a grid, in the layout of cuDNN."""
+    image, grid = args[0], args[1]
+    sampled: torch.Tensor = image.new_empty((*image.shape[:2], *grid.shape[1:-1]))
+    return sampled
+
+
 def _no_result(_: tuple[Any, ...]) -> None:
     return None
 
@@ -142,6 +149,11 @@ RESULTS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "aten::_ctc_loss_backward": lambda args: torch.empty_like(args[1], memory_format=torch.contiguous_format),
     "aten::_use_cudnn_ctc_loss": lambda _: False,
     "aten::_use_miopen_ctc_loss": lambda _: False,
+    "aten::cudnn_grid_sampler": _sample_grid,
+    "aten::cudnn_grid_sampler_backward": lambda args: (
+        args[0].new_empty(args[0].shape),
+        torch.empty_like(args[1]),
+    ),
     "aten::_fused_sgd_": _no_result,
     "aten::_fused_adagrad_": _no_result,
 }

@@ -25,6 +25,8 @@ from trimtab.spec.trace import (
     CACHED_ROW_BYTES,
     CONTEXT,
     EXPERTS,
+    GROUP_NORM,
+    INDEX_ADD,
     PERMUTED,
     PROMOTED,
     SLICED,
@@ -98,7 +100,7 @@ POINTWISE_OPS = {
 }  # fmt: skip
 UPSAMPLING_BACKWARD = {f"{name}_backward" for name in UPSAMPLING}
 BICUBIC = "aten::upsample_bicubic2d"
-ADDING_OPS = {"aten::index_add", "aten::scatter_add", "aten::scatter_reduce", "aten::index_put"}
+ADDING_OPS = {INDEX_ADD, "aten::scatter_add", "aten::scatter_reduce", "aten::index_put"}
 CHANNEL_SOFTMAX = {"aten::_softmax", "aten::_log_softmax"}
 GATHER_WORDS = ("embedding", "index", "gather", "scatter", "take", "masked_select", "masked_scatter")
 ATTENTION_WORDS = ("attention",)
@@ -262,6 +264,9 @@ def _describe_matrix(name: str, args: tuple[Any, ...], out: Any) -> Work:
 
 def _describe_sparse(name: str, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> Work:
     """Return the work on sparse tensors: a product reads a row of the dense matrix for each non-zero."""
+    if name == "aten::clone":
+        # Autograd keeps a sparse gradient without copying it. It copies fake ones, which Python refers to.
+        return Work(op=name, kind="view", dtype="", kernels=0)
     sparse = next((tensor for tensor in inputs if is_sparse(tensor)), None)
     reads, writes = (
         sum(sparse_bytes(tensor) if is_sparse(tensor) else count_bytes(tensor) for tensor in tensors)
@@ -551,6 +556,7 @@ def _describe_elementwise(
             largest.shape[-1] if largest is not None and largest.dim() else 1,
             *_find_limit(name, inputs, results, changed),
         ),
+        additions=_count_additions(name, inputs, changed or results),
     )
 
 
@@ -567,12 +573,16 @@ def _find_limit(
 ) -> tuple[int, ...]:
     """Return what some operations wait for, more than for memory; nothing for others.
 
-    A norm over the batch has one thread block a channel, and upsampling one thread a pixel of the result,
-    unless channels are last (0). Where numbers are added into others, it matters how many go to one place.
+    A norm over the batch has one thread block a channel, one over groups of channels one for each group of a
+    sample, and upsampling one thread a pixel of the result, unless channels are last (0). Where numbers are
+    added into others, it matters how many go to one place.
     """
     if name in BATCH_NORMS:
         lead = inputs[0]
         return (0 if _has_channels_last(lead) else lead.shape[1],)
+    if name == GROUP_NORM:
+        # Its second result is the mean of each group.
+        return (results[1].numel(),)
     if name in UPSAMPLING:
         is_last = "bilinear" in name and _has_channels_last(inputs[0])
         return (0 if is_last else prod(results[0].shape[2:]),)
@@ -582,9 +592,20 @@ def _find_limit(
         return (gathered, prod(inputs[0].shape[2:])) if "bicubic" in name else (gathered,)
     if name.rstrip("_") in ADDING_OPS:
         into = changed[0] if changed else results[0]
-        added = max((tensor.numel() for tensor in inputs if tensor.shape != into.shape), default=1)
-        return (max(1, added // max(1, into.numel())),)
+        return (max(1, _count_added(inputs, into) // max(1, into.numel())),)
     return ()
+
+
+def _count_added(inputs: list[torch.Tensor], into: torch.Tensor) -> int:
+    return max((tensor.numel() for tensor in inputs if tensor.shape != into.shape), default=1)
+
+
+def _count_additions(name: str, inputs: list[torch.Tensor], targets: list[torch.Tensor]) -> int:
+    """Return the additions of index_add, whatever their dtype, if several numbers go to one place; else 0."""
+    if name.rstrip("_") != INDEX_ADD:
+        return 0
+    added = _count_added(inputs, targets[0])
+    return added if added >= 2 * targets[0].numel() else 0
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:

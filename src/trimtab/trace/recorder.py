@@ -97,6 +97,17 @@ def list_works(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     return works if work is None else [*works, work]
 
 
+def is_tracked_by_autograd(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether autograd records a node for an operation of the forward pass."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(
+        isinstance(part, torch.Tensor) and part.requires_grad
+        for value in (*args, *kwargs.values())
+        for part in (value if isinstance(value, (list, tuple)) else (value,))
+    )
+
+
 class Recorder(TorchDispatchMode):
     """Records allocations as columns (bytes, part, module, op, stream), and the order of allocs and frees."""
 
@@ -190,9 +201,12 @@ class Recorder(TorchDispatchMode):
                 alive.discard(~event)
         return sum(self.sizes[number] for number in alive)
 
+    def _is_in_engine(self) -> bool:
+        return threading.get_ident() != self._main_thread
+
     def add_work(self, work: Work) -> None:
         """Record an operation of the step that is timed."""
-        in_engine = threading.get_ident() != self._main_thread
+        in_engine = self._is_in_engine()
         self.sequence.append(self.works.setdefault(work, len(self.works)))
         self.by_engine.append(in_engine)
         if in_engine and torch.is_grad_enabled():
@@ -245,8 +259,10 @@ class Recorder(TorchDispatchMode):
                     setattr(error, OPERATION, name)
             raise
         if self.records_work:
+            is_untracked = not self._is_in_engine() and not is_tracked_by_autograd(args, kwargs)
             for work in list_works(func, name, args, kwargs, out):
-                self.add_work(work)
+                marked = is_untracked and work.kernels and work.kind != "optimizer"
+                self.add_work(work.replace(untracked=True) if marked else work)
         if name == "aten::add" and is_called_by_autograd() and self.reuse_memory(args[0], out):
             return out
         if not is_view_op(func) or is_sparse(out):
