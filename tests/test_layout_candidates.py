@@ -306,7 +306,8 @@ def test_pinned_pipelines_of_a_large_model_are_ranked_by_formulas() -> None:
         assert {family.mesh for family in space.families} <= meshes
     plan = plan_by_formulas(question)
     (layouts,) = [reason for reason in plan.reasons if reason.subject == "layouts"]
-    assert layouts.why.endswith("all have the pinned degrees")
+    assert "all have the pinned degrees" in layouts.why
+    assert layouts.why.endswith("none the schedule that formulas do not know (--pin schedule=zero-bubble)")
     assert {reason.subject: reason.why for reason in plan.reasons}["pp"].endswith("pinned")
 
 

@@ -24,7 +24,7 @@ from trimtab.planner.layouts import ALIKE, OWN, count_splits
 from trimtab.planner.space import Family, Space, count_workers, make_layout, pick_precision
 from trimtab.planner.usual_batch import LARGE
 from trimtab.predict.calibration import find_speed
-from trimtab.spec import Allocator, Objective, Precision, Reason, Recompute
+from trimtab.spec import Allocator, Objective, Precision, Reason, Recompute, Schedule
 from trimtab.strategies import STRATEGIES
 from trimtab.units import plural
 
@@ -318,7 +318,8 @@ def list_degree_reasons(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
     if proposal.data_parallel_s is not None:
         alone = f"by formulas data parallelism alone takes {proposal.data_parallel_s:.3g} s a step"
     if study.model.pins:
-        alone = "all have the pinned degrees"
+        unknown = f"--pin schedule={Schedule.ZERO_BUBBLE}"
+        alone = f"all have the pinned degrees, and none the schedule that formulas do not know ({unknown})"
     yield Reason(
         subject="layouts",
         value=f"{study.search.examined:,}",
