@@ -732,8 +732,9 @@ def _transformers(row: Row) -> Entry:
 
 def _written() -> list[Entry]:
     """The models of zoo_models.py and zoo_later.py, which stand beside this file."""
-    jobs = [job for file in ("zoo_models", "zoo_later") for job in _load_beside(file).JOBS]
-    return [Entry(job.name, "written", job.micro_batch, job) for job in jobs]
+    models = _load_beside("zoo_models")
+    _load_beside("zoo_later")  # adds its jobs to those of zoo_models.py
+    return [Entry(job.name, "written", job.micro_batch, job) for job in models.JOBS]
 
 
 def _load_beside(file: str) -> Any:

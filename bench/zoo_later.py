@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +17,13 @@ from torch.nn.utils.parametrizations import weight_norm
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from bench.zoo_models import WrittenJob
+else:
+    # zoo.py has loaded it under this name.
+    from trimtab_zoo_models import WrittenJob
+
 DROPPED = 0.1
 """Share of samples without their class."""
-JOBS: list[type[LaterJob]] = []
-"""All jobs of this file."""
-
-
-class LaterJob:
-    """A job whose batch is a dict of tensors and whose model computes the loss of it."""
-
-    name: ClassVar[str] = ""
-    micro_batch: ClassVar[int] = 8
-    global_batch = 256
-    samples = 100_000
-    network: ClassVar[type[nn.Module]]
-
-    def __init_subclass__(cls) -> None:
-        JOBS.append(cls)
-
-    def model(self) -> nn.Module:
-        """The network with its default sizes."""
-        return self.network()
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """What the model says of a batch."""
-        loss: Tensor = model(**batch)
-        return loss
 
 
 # ---------------------------------------------------------------------------------------------- images
@@ -107,7 +88,7 @@ class DiffusionTransformer(nn.Module):
         return functional.mse_loss(out.float(), noise - image)
 
 
-class DiffusionTransformerJob(LaterJob):
+class DiffusionTransformerJob(WrittenJob):
     """A diffusion transformer, as DiT-B/2."""
 
     name, micro_batch, network = "diffusion_transformer", 64, DiffusionTransformer
@@ -167,7 +148,7 @@ class GatedUNet(nn.Module):
         return loss
 
 
-class GatedUNetJob(LaterJob):
+class GatedUNetJob(WrittenJob):
     """Segmentation of images by an attention U-Net."""
 
     name, micro_batch, network = "attention_unet", 16, GatedUNet
@@ -208,7 +189,7 @@ class EnlargingNet(nn.Module):
         return functional.l1_loss(self.enlarge(first + self.tail(seen)) + 0.5, large)
 
 
-class EnlargingJob(LaterJob):
+class EnlargingJob(WrittenJob):
     """Super-resolution by a factor of four."""
 
     name, micro_batch, network = "super_resolution", 32, EnlargingNet
@@ -288,7 +269,7 @@ class FlowField(nn.Module):
         return loss
 
 
-class FlowFieldJob(LaterJob):
+class FlowFieldJob(WrittenJob):
     """Optical flow, as RAFT."""
 
     name, micro_batch, network = "optical_flow", 4, FlowField
@@ -349,7 +330,7 @@ class VocoderNet(nn.Module):
         return functional.l1_loss(spectra[0], spectra[1])
 
 
-class VocoderJob(LaterJob):
+class VocoderJob(WrittenJob):
     """The generator of a vocoder."""
 
     name, micro_batch, network = "vocoder", 16, VocoderNet
@@ -406,7 +387,7 @@ class SeparationNet(nn.Module):
         return -10 * torch.log10(ratio + 1e-8).mean()
 
 
-class SeparationJob(LaterJob):
+class SeparationJob(WrittenJob):
     """Separation of voices, as Conv-TasNet."""
 
     name, micro_batch, network = "source_separation", 8, SeparationNet
@@ -479,7 +460,7 @@ class FoldingNet(nn.Module):
         return functional.cross_entropy(logits.flatten(0, -2).float(), distance.flatten())
 
 
-class FoldingJob(LaterJob):
+class FoldingJob(WrittenJob):
     """Pairs of residues of proteins, as the Evoformer of AlphaFold 2."""
 
     name, micro_batch, network = "protein_pairs", 2, FoldingNet
@@ -521,7 +502,7 @@ class AttendingDecoder(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
 
 
-class AttendingJob(LaterJob):
+class AttendingJob(WrittenJob):
     """Translation by recurrent networks with attention."""
 
     name, micro_batch, network = "recurrent_translation", 64, AttendingDecoder
@@ -558,7 +539,7 @@ class PolicyNet(nn.Module):
         return loss
 
 
-class PolicyJob(LaterJob):
+class PolicyJob(WrittenJob):
     """Reinforcement learning: a small policy and its critic."""
 
     name, micro_batch, network = "actor_critic", 4096, PolicyNet
@@ -599,7 +580,7 @@ class TableTransformer(nn.Module):
         return functional.binary_cross_entropy_with_logits(logits.float(), label)
 
 
-class TableJob(LaterJob):
+class TableJob(WrittenJob):
     """A transformer over the columns of a table."""
 
     name, micro_batch, network = "table_transformer", 1024, TableTransformer

@@ -17,7 +17,7 @@ from trimtab import cache
 from trimtab.cache import PLANS, TRACES, CacheKind, MemoryCache, code_fingerprint, fingerprint, make_key
 from trimtab.catalog.clusters import parse_cluster
 from trimtab.planner import estimator
-from trimtab.planner.plan import NOT_ESTIMATING
+from trimtab.planner.layout_plans import NOT_ESTIMATING
 from trimtab.predict import step_time
 from trimtab.spec import Allocator, Link, Mesh, Setting, Strategy, Trace
 from trimtab.spec.setting import Share

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from trimtab.predict.layout import DecoderLayout
     from trimtab.spec import Cluster, DecoderShape, Device, Workload
 
+NOT_ESTIMATING = NOT_TRACING - {"predict", "planner"}
+"""Packages of trimtab that no plan depends on."""
 ROOM = 1.05
 """Reserved memory over allocated memory: the caching allocator leaves gaps."""
 NCCL_BYTES = 1 << 30
@@ -252,7 +254,7 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
     if not model.is_cached:
         search.run()
         return LayoutStudy(model, search, device, context, speed, correction)
-    key = fingerprint(code_fingerprint(NOT_TRACING - {"predict", "planner"}), model, own)
+    key = fingerprint(code_fingerprint(NOT_ESTIMATING), model, own)
     stored = LAYOUTS.load(key, _read_ranking)
     if stored is None:
         stored = search.run().store()

@@ -116,13 +116,8 @@ class LayoutSearch:
 
     def store(self) -> StoredRanking:
         """Return what was found, for a cache."""
-        best: dict[tuple[int, ...], RankedLayout] = {}
-        for each in self.found:
-            layout = each.layout
-            mesh = layout.tp, layout.cp, layout.pp, layout.ep, layout.dp_shard, layout.dp_replicate
-            best.setdefault(mesh, each)
         return StoredRanking(
-            found=list(best.values()),
+            found=self._list_fastest("tp", "cp", "pp", "ep", "dp_shard", "dp_replicate"),
             fitting=self.fitting,
             least=self.least,
             ruled_out=dict(self.ruled_out),
@@ -141,14 +136,17 @@ class LayoutSearch:
         First comes the one that splits the model in the fewest ways, of all that are as fast as predictions
         can tell. The others follow, the fastest first.
         """
-        best: dict[tuple[int, ...], RankedLayout] = {}
-        for each in self.found:
-            layout = each.layout
-            best.setdefault((layout.tp, layout.cp, layout.pp, layout.ep), each)
-        rows = list(best.values())
+        rows = self._list_fastest("tp", "cp", "pp", "ep")
         alike = [each for each in rows if each.time.total_s <= ALIKE * rows[0].time.total_s]
         chosen = min(alike, key=lambda each: (count_splits(each.layout), each.time.total_s))
         return [chosen, *(each for each in rows if each is not chosen)]
+
+    def _list_fastest(self, *degrees: str) -> list[RankedLayout]:
+        """Return the fastest layout of each combination of some degrees, the fastest first."""
+        best: dict[tuple[int, ...], RankedLayout] = {}
+        for each in self.found:
+            best.setdefault(tuple(getattr(each.layout, name) for name in degrees), each)
+        return list(best.values())
 
     def best_data_parallel(self) -> RankedLayout | None:
         """Return the fastest layout without tensor, context, pipeline and expert parallelism."""

@@ -30,7 +30,7 @@ from trimtab.planner.layout_candidates import (
     list_spaces,
     propose_layouts,
 )
-from trimtab.planner.layout_plans import AXES, make_layout_plan, make_setting
+from trimtab.planner.layout_plans import AXES, NOT_ESTIMATING, make_layout_plan, make_setting
 from trimtab.planner.plan_files import collect_fingerprints, read_versions
 from trimtab.planner.search_cache import SearchCache, StoredQuestion, drop_run
 from trimtab.planner.space import list_shard_counts
@@ -44,7 +44,7 @@ from trimtab.trace.job_summary import NamedJob, has_summary, named_job_key, summ
 from trimtab.trace.loss_check import LossCheck
 from trimtab.trace.request import TraceRequest, TraceRequests
 from trimtab.trace.server import WorkerProcess
-from trimtab.trace.tracer import NOT_TRACING, family_key, trace_key
+from trimtab.trace.tracer import family_key, trace_key
 from trimtab.units import plural
 
 if TYPE_CHECKING:
@@ -69,8 +69,6 @@ LEAST_TRACED_S = 15.0
 """Seconds that tracing them gets in any case."""
 NEXT_RECOMPUTE = {Recompute.NONE: Recompute.SELECTIVE, Recompute.SELECTIVE: Recompute.FULL}
 """The search tries the fastest way of recomputing first."""
-NOT_ESTIMATING = NOT_TRACING - {"predict", "planner"}
-"""Packages of trimtab that no plan depends on."""
 
 
 class SearchIsOver(Exception):  # noqa: N818 - not an error: the real search begins
