@@ -1,6 +1,6 @@
 """What a step of a small batch costs the host: forward, backward and update, for models of bench/zoo.py.
 
-    python bench/host_steps.py --out FILE [--only PATTERNS] [--workers N]      needs a GPU
+    python bench/host_steps.py --out FILE [--only PATTERNS] [--workers N] [--compiled]      needs a GPU
 
 With few samples the device waits for the host, whose time depends on the operations and not on their sizes.
 A line of JSON has the seconds of the host for each phase (no waiting for the device), and of the whole step.
@@ -44,20 +44,22 @@ def measure_phases(case: QueuedCase) -> dict[str, Any]:
     times: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "update_s": [], "step_s": []}
     original: Any = steps._backward  # noqa: SLF001 - to see where the phases begin
     marks: list[float] = []
-    before: dict[str, float] = {}
 
     def backward(*args: Any, **options: Any) -> None:
         marks.append(time.perf_counter())
         original(*args, **options)
         marks.append(time.perf_counter())
 
-    with GpuLock().exclusive():
+    lock = GpuLock()
+    with lock.shared() if case.compile else lock.exclusive():
         state = _prepare_rank(job, small.setting)
         batches = [steps.make_batch(job, small.setting, "cuda")]
+        for _ in range(WARM_UP):
+            steps.run_step(state, batches, clip=None)
+    with lock.exclusive():
         steps._backward = backward  # noqa: SLF001
-        for number in range(WARM_UP + STEPS):
-            if number == WARM_UP:
-                before = measure_host_costs()
+        before = measure_host_costs()
+        for _ in range(STEPS):
             marks.clear()
             torch.cuda.synchronize()
             begin = time.perf_counter()
@@ -65,11 +67,10 @@ def measure_phases(case: QueuedCase) -> dict[str, Any]:
             update = time.perf_counter()
             torch.cuda.synchronize()
             end = time.perf_counter()
-            if number >= WARM_UP:
-                edges = [begin, *marks[:2], update]
-                for name, (start, stop) in zip(times, itertools.pairwise(edges), strict=False):
-                    times[name].append(stop - start)
-                times["step_s"].append(end - begin)
+            edges = [begin, *marks[:2], update]
+            for name, (start, stop) in zip(times, itertools.pairwise(edges), strict=False):
+                times[name].append(stop - start)
+            times["step_s"].append(end - begin)
         after = measure_host_costs()
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     return {"id": case.id, **medians, "before": before, "after": after}
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="time-*")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--compiled", action="store_true", help="the compiled cases instead of the others")
     given = parser.parse_args()
 
     def write_line(case: Any) -> None:
@@ -90,7 +92,7 @@ def main() -> None:
         with given.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    cases = [case for case in queue() if matches(case.id, given.only) and not case.compile]
+    cases = [case for case in queue() if matches(case.id, given.only) and case.compile is given.compiled]
     run_forks(write_line, cases, given.workers)
 
 

@@ -731,9 +731,10 @@ def _transformers(row: Row) -> Entry:
 
 
 def _written() -> list[Entry]:
-    """The models of zoo_models.py and zoo_later.py, which stand beside this file."""
+    """The models of zoo_models.py, zoo_later.py and zoo_blind.py, which stand beside this file."""
     models = _load_beside("zoo_models")
-    _load_beside("zoo_later")  # adds its jobs to those of zoo_models.py
+    for file in ("zoo_later", "zoo_blind"):
+        _load_beside(file)  # adds its jobs to those of zoo_models.py
     return [Entry(job.name, "written", job.micro_batch, job) for job in models.JOBS]
 
 

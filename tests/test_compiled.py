@@ -14,7 +14,13 @@ from trimtab.catalog.devices import find_reported_device
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.exams.run import predict_case, read_cases
 from trimtab.spec import PARTS, Device, Estimate
-from trimtab.trace.compiled import CostClock, KernelTuning, MemoryBalance, count_additions
+from trimtab.trace.compiled import (
+    CostClock,
+    KernelTuning,
+    MemoryBalance,
+    count_additions,
+    count_instructions,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -337,3 +343,12 @@ def test_a_copy_must_not_raise_the_peak() -> None:
     balance = MemoryBalance(Recorded())  # type: ignore[arg-type]
     assert balance.headroom() == 50
     assert balance.headroom() == 50
+
+
+def test_costly_calls_of_a_generated_kernel_are_several_instructions() -> None:
+    plain = "def triton_(in_ptr0):\n    xnumel = 1000\n    tmp0 = tl.load(in_ptr0)\n    tmp1 = tmp0 * tmp0\n"
+    assert count_instructions(plain) == 1000
+    assert count_instructions(plain + "    tmp2 = libdevice.erf(tmp1)\n") == (1 + 1 + 35) * 1000
+    assert count_instructions(plain + "    tmp2 = tl.rand(tmp1, tmp0)\n") == (1 + 1 + 100) * 1000
+    # Sizes that are arguments are not known.
+    assert count_instructions(plain.replace("    xnumel = 1000\n", "")) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from trimtab.predict.calibration import (
 )
 from trimtab.predict.estimate import estimate_trace
 from trimtab.spec import Calibration, Mesh, Precision, Setting, Slice, Strategy, Trace, Work
-from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE, SHARDED, WRAPPED
+from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE, PERMUTED, SHARDED, WRAPPED
 from trimtab.trace.op_cost import describe_work
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import trace_setting
@@ -200,7 +201,7 @@ def test_code_outside_of_compiled_graphs_costs_the_host_more() -> None:
 
     # A trace without marks is compiled as a whole; with marks, one of two operations is.
     saved = host_s([enter, work, leave, work]) - host_s([work, work])
-    assert saved == pytest.approx(HOST.forward_s - HOST.compiled_s + HOST.call_s)
+    assert saved == pytest.approx(HOST.forward_s - HOST.compiled_s + HOST.graph_s)
 
 
 def test_a_product_of_a_shape_not_met_before_costs_the_host_more() -> None:
@@ -705,3 +706,43 @@ def test_the_python_of_dtensor_and_fsdp_counts_as_host_time() -> None:
     wrapped = Work(op=WRAPPED, kind="call", dtype="", kernels=0, dims=(100,))
     assert seconds(gathered) - none == pytest.approx(12 * FACTS.host.sharded_s)
     assert seconds(wrapped) - none == pytest.approx(FACTS.host.dtensor_op_s + 100 * FACTS.host.dtensor_s)
+
+
+def _layer_norm_backward(rows: int, columns: int) -> Work:
+    size = rows * columns * 4
+    return Work(
+        op="aten::native_layer_norm_backward",
+        kind="reduction",
+        dtype="float32",
+        read_bytes=2 * size,
+        write_bytes=size + 2 * columns * 4,
+        dims=(0, columns),
+    )
+
+
+def test_a_layer_norm_of_more_rows_can_take_less_time_backward() -> None:
+    """From 65,537 rows on, the sums of the weight's gradient are divided between thread blocks."""
+    few, many = (op_time.roofline_s(_layer_norm_backward(rows, 384), RATES) for rows in (65_536, 65_537))
+    assert few == pytest.approx(65_536 * FACTS.law.norm_column_step_s, rel=0.4)
+    assert many < 0.6 * few
+
+
+def test_generated_kernels_take_their_bytes_or_their_instructions() -> None:
+    kernel = Work(op="fused_gelu", kind="pointwise", dtype="bfloat16", read_bytes=10**9, dims=(0, 64))
+    slow = kernel.replace(instructions=10**12)
+    pace = op_time.Pace(RATES, [op_time.Point("pointwise", "aten::gelu", "bfloat16", (0.0,) * 9, 3.0)])
+    seconds = [pace.seconds(work) for work in (kernel, kernel.replace(dims=(PERMUTED, 64)), slow)]
+    moving = 10**9 / RATES.bandwidth
+    assert seconds[0] == pytest.approx(moving / FACTS.law.generated_streamed, rel=0.05)
+    assert seconds[1] == pytest.approx(moving / FACTS.law.generated_tiled, rel=0.05)
+    assert seconds[2] > 10 * seconds[0]
+
+
+def test_attention_with_a_mask_is_far_from_attention_without() -> None:
+    plain, masked, dropped = (
+        op_time.work_coordinates(
+            Work(op=op_time.CUDNN, kind="attention", dtype="bfloat16", dims=(8, 12, 512, 512, 64, 0, *traits))
+        )
+        for traits in ((), (1, 0), (0, 1))
+    )
+    assert math.dist(plain, masked) == math.dist(plain, dropped) == pytest.approx(3.0)

@@ -7,7 +7,7 @@ results; the stopwatch times each different operation once.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -147,6 +147,54 @@ def _attention(
 
     style = f"{'flash ' * flash}attention{'' if causal else ' both ways'}"
     return CalibrationProgram(f"{style}, {length} x {heads} x {size}", heads * length * size * 40, run)
+
+
+class AttentionShape(NamedTuple):
+    """Sizes of a fused attention."""
+
+    batch: int
+    heads: int
+    length: int
+    size: int
+
+
+def _masked_attention(shape: AttentionShape, *, masked: bool, dropout: float) -> CalibrationProgram:
+    """Fused attention with a mask or dropout: other variants of the same kernels, up to twice as slow."""
+    batch, heads, length, size = shape
+
+    def run() -> None:
+        query, key, value = (
+            torch.randn(batch, heads, length, size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            for _ in range(3)
+        )
+        mask = torch.zeros(batch, 1, length, length, dtype=torch.bfloat16, device="cuda") if masked else None
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+        mixed.backward(torch.randn_like(mixed))
+
+    traits = f"{' masked' * masked}{' dropout' * bool(dropout)}" or " plain"
+    need = batch * heads * length * size * 40 + batch * length**2 * 8
+    return CalibrationProgram(f"attention{traits}, {batch} x {heads} x {length} x {size}", need, run)
+
+
+MASKED_SHAPES = (
+    AttentionShape(256, 12, 128, 64),
+    AttentionShape(64, 12, 256, 64),
+    AttentionShape(32, 16, 512, 64),
+    AttentionShape(16, 12, 1024, 64),
+    AttentionShape(4, 16, 2048, 128),
+    AttentionShape(8, 32, 1024, 128),
+    AttentionShape(32, 8, 512, 32),
+    AttentionShape(128, 12, 197, 64),
+)
+
+
+def _list_masked_attention() -> list[CalibrationProgram]:
+    """Return programs of attention over usual lengths, with and without mask and dropout."""
+    return [
+        _masked_attention(shape, masked=masked, dropout=dropout)
+        for masked, dropout in ((False, 0.0), (True, 0.0), (False, 0.1), (True, 0.1))
+        for shape in MASKED_SHAPES
+    ]
 
 
 def _list_attention() -> list[CalibrationProgram]:
@@ -357,6 +405,7 @@ def list_programs() -> list[CalibrationProgram]:
         _recurrent("bf16", nn.LSTM, 64, 128, 1024),
         _tables("fp32", 16384),
         *_list_attention(),
+        *_list_masked_attention(),
     ]
     programs += [*list_layer_programs("bf16"), *list_plain_programs()]
     for kind in ("bf16", "bf16-true", "fp16", "tf32", "fp32"):

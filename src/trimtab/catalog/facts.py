@@ -40,6 +40,7 @@ class HostFacts(Facts, frozen=True, kw_only=True):
     tensor_s: float
     wait_s: float
     compiled_s: float
+    graph_s: float
     dtensor_op_s: float
     dtensor_s: float
     sharded_s: float
@@ -82,6 +83,12 @@ class LawFacts(Facts, frozen=True, kw_only=True):
     additions_per_s: float
     indexed_additions_per_s: float
     norm_step_s: float
+    norm_rows_per_s: float
+    norm_column_step_s: float
+    norm_sums_s: float
+    generated_streamed: float
+    generated_tiled: float
+    generated_issued: float
 
     def loading(self, alignment: int) -> float:
         """Return the share of full speed with rows aligned to this many bytes."""

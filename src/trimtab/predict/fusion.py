@@ -731,6 +731,25 @@ def _find_group(parents: dict[int, int], place: int) -> int:
     return place
 
 
+COSTLY_OPS = {
+    "aten::gelu": 45,
+    "aten::gelu_backward": 65,
+    "aten::native_dropout": 100,
+    "aten::bernoulli_": 100,
+    "aten::silu": 18,
+    "aten::silu_backward": 24,
+    "aten::tanh": 25,
+    "aten::_log_softmax": 45,
+    "aten::_softmax": 45,
+}
+"""Instructions for each number of operations that are slow to compute, as trace.compiled counts them."""
+
+
+def _count_instructions(parts: list[Work]) -> int:
+    numbers = [max(part.read_bytes, part.write_bytes) // DTYPE_BYTES.get(part.dtype, 4) for part in parts]
+    return sum(COSTLY_OPS.get(part.op, 1) * count for part, count in zip(parts, numbers, strict=True))
+
+
 def _make_kernel(parts: list[Work], read_bytes: int, write_bytes: int, kind: str) -> Work:
     lead = max(parts, key=lambda part: part.read_bytes + part.write_bytes)
     last = lead.dims[1] if len(lead.dims) > 1 else 1
@@ -741,4 +760,5 @@ def _make_kernel(parts: list[Work], read_bytes: int, write_bytes: int, kind: str
         read_bytes=read_bytes,
         write_bytes=write_bytes,
         dims=(0, last),
+        instructions=_count_instructions(parts),
     )

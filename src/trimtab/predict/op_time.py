@@ -22,6 +22,7 @@ from trimtab.spec.trace import (
     CHANNELS_LAST,
     GROUP_NORM,
     INDEX_ADD,
+    LAYER_NORM_BACKWARD,
     PERMUTED,
     PROMOTED,
     SLICED,
@@ -51,6 +52,10 @@ THREADS_AT_ONCE = {
 """How many keep a multiprocessor busy: thread blocks of norms over the batch, threads of upsampling."""
 GROUP_THREADS = 512
 """Threads that share a group of a norm over groups of channels."""
+NORM_COLUMNS, MANY_NORM_ROWS = 32, 65_536
+"""Columns that share a thread block in the gradient of a layer norm's weight; with more rows than this, rows
+are divided between blocks too, if columns alone leave more than half of the multiprocessors without work
+(torch 2.11, layer_norm_kernel.cu)."""
 MIN_GROUP_CHANNELS = 8
 """Fewer channels a group than this leave tensor cores without work."""
 MIN_SPLIT = 256
@@ -139,8 +144,12 @@ def device_rates(device: Device) -> Rates | None:
 def roofline_s(work: Work, device: Rates) -> float:
     """Return the seconds of an operation if every kernel were as efficient as large ones."""
     facts = device.law
+    if _is_generated(work):
+        return facts.launch_s + _generated_s(work, device)
     if work.kind == "convolution":
         return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + _convolution_s(work, device)
+    if work.op == LAYER_NORM_BACKWARD:
+        return facts.launch_s * 3 + _layer_norm_backward_s(work, device)
     moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * facts.streamed)
     at_once = THREADS_AT_ONCE.get(work.op)
     place = THREADS if work.op == BICUBIC_BACKWARD else LIMIT
@@ -159,6 +168,43 @@ def roofline_s(work: Work, device: Rates) -> float:
     if work.kind == "recurrent" and work.dims:
         computing += work.dims[1] * CELL_LAUNCHES.get(work.op, 2) * facts.cell_kernel_s
     return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + max(moving, computing)
+
+
+def _is_generated(work: Work) -> bool:
+    """Return whether a compiler generates the kernel; torch's own operations have a namespace."""
+    return "::" not in work.op and work.kind in {"pointwise", "reduction"}
+
+
+def _generated_s(work: Work, device: Rates) -> float:
+    """Return the seconds of a kernel that torch.compile generates: its bytes or its instructions."""
+    facts = device.law
+    is_tiled = bool(work.dims) and work.dims[0] & PERMUTED
+    share = facts.generated_tiled if is_tiled else facts.generated_streamed
+    moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * share)
+    issued = (device.instructions or device.float32) * facts.generated_issued
+    return max(moving, work.instructions / issued)
+
+
+def _layer_norm_backward_s(work: Work, device: Rates) -> float:
+    """Return the seconds of the backward pass of a layer norm: the input's gradient, then the weight's.
+
+    Both read the input and the gradient. The second kernel sums columns: if rows are not divided, few columns
+    leave most of the device without work. 65,536 rows of 384 numbers take 353 us, 200,704 rows 413 us.
+    """
+    facts, columns = device.law, work.dims[1]
+    bandwidth = device.bandwidth * facts.streamed
+    # It writes the gradients of weight and bias too.
+    rows = max(1, round(work.write_bytes / (columns * DTYPE_BYTES.get(work.dtype, 4))) - 2)
+    seconds = max((work.read_bytes + work.write_bytes) / bandwidth, rows / facts.norm_rows_per_s)
+    if work.dims[0] & PERMUTED:
+        # The gradient is copied first.
+        seconds += work.read_bytes / bandwidth
+    blocks = math.ceil(columns / NORM_COLUMNS)
+    reading = work.read_bytes / bandwidth
+    if rows > MANY_NORM_ROWS and blocks < device.multiprocessors / 2:
+        return seconds + reading + facts.norm_sums_s
+    rounds = math.ceil(blocks / device.multiprocessors)
+    return seconds + max(reading, rows * rounds * facts.norm_column_step_s)
 
 
 def _convolution_s(work: Work, device: Rates) -> float:
@@ -253,7 +299,10 @@ def work_coordinates(work: Work) -> tuple[float, ...]:
     if work.kind == "attention":
         batch, heads, queries, keys, size, *rest = dims
         ragged = 2.0 if queries % 8 else 0.0
-        return (_log(batch * heads) / 2, _log(queries), _log(keys), 2 * _log(size), 2 * sum(rest), ragged)
+        # Older calibrations do not say whether there is a mask or dropout.
+        causal, masked, dropped = (*rest, 0, 0, 0)[:3]
+        traits = 2.0 * causal, 3.0 * masked, 3.0 * dropped, ragged
+        return (_log(batch * heads) / 2, _log(queries), _log(keys), 2 * _log(size), *traits)
     if work.kind == "convolution":
         groups, spots, columns, inner, layout, area = dims
         biased = 2.0 * bool(work.write_bytes)
@@ -355,7 +404,10 @@ class Pace:
         if key not in self._groups:
             measured, same = self._by_kind[work.kind], self._by_op.get((work.kind, op), [])
             if len(same) >= NEAREST_POINTS:
-                measured = same
+                alike = [point for point in same if _has_like_dtype(point, work)]
+                # cuDNN has other kernels for every dtype: depthwise ones in fp32 take up to 34 times as long.
+                is_enough = work.kind == "convolution" and len(alike) >= NEAREST_POINTS
+                measured = alike if is_enough else same
             elif op not in FUSED_NORMS:
                 measured = [point for point in measured if point.op not in FUSED_NORMS]
             groups: dict[tuple[float, float], list[Point]] = {}
@@ -367,8 +419,9 @@ class Pace:
 
     def _correction(self, work: Work) -> float:
         measured = self._by_kind.get(work.kind)
-        if not measured or (work.kind == "optimizer" and work.flops):
+        if not measured or (work.kind == "optimizer" and work.flops) or _is_generated(work):
             # What an update with states in few bits takes was measured directly, and is unlike other updates.
+            # Generated kernels are unlike those of single operations.
             return 0.0
         at = work_coordinates(work)
         nearest: list[tuple[float, float]] = []

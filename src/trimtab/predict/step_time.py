@@ -51,6 +51,7 @@ class HostCosts(NamedTuple):
     dtensor_s: float = 0.0
     sharded_s: float = 0.0
     update_s: float = 0.0
+    graph_s: float = 0.0
 
 
 HOST_FIELDS = [name for name in HostCosts._fields if name not in {"step", "piece_s"}]
@@ -137,7 +138,7 @@ class CallCosts(NamedTuple):
 
 
 def _is_module_call(work: Work) -> bool:
-    return work.kind == "call" and work.op != UPDATE_CALL
+    return work.kind == "call" and work.op not in {UPDATE_CALL, GRAPH_ENTER, GRAPH_LEAVE}
 
 
 def _find_call_costs(works: list[Work], backward: range, facts: StepFacts, *, selective: bool) -> CallCosts:
@@ -205,7 +206,7 @@ def _device_seconds(work: Work, pace: Pace, gap_s: float) -> float | None:
     return pace.seconds(work) + gap_s
 
 
-def _host_seconds(  # noqa: PLR0911 - one way out for each kind
+def _host_seconds(  # noqa: C901, PLR0911 - one way out for each kind
     work: Work, host: HostCosts, *, backward: bool, after: bool, compiled: bool
 ) -> float:
     if work.kind == "view":
@@ -216,8 +217,10 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
         return work.dims[0] * host.sharded_s
     if work.op == UPDATE_CALL:
         return host.update_s
+    if work.op == GRAPH_ENTER:
+        return host.graph_s
     if work.kind == "call":
-        return 0.0 if compiled else host.call_s
+        return 0.0 if compiled or work.op == GRAPH_LEAVE else host.call_s
     if work.kind == "wait":
         # Waiting alone copies no number to the host.
         return host.plain_s if work.op == WAIT_ONLY else host.wait_s
@@ -228,7 +231,7 @@ def _host_seconds(  # noqa: PLR0911 - one way out for each kind
         return host.plain_s
     weighing = host.step.fresh_s if work.fresh else 0.0
     if compiled:
-        return host.compiled_s + weighing
+        return host.compiled_s + pieces + weighing
     return _operation_s(work, host, backward=backward) + pieces + weighing
 
 

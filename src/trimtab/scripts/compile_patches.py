@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_leaves
 
 import trimtab.scripts
 from trimtab.scripts.observer import has_parameters, put
-from trimtab.spec import Work
-from trimtab.spec.trace import GRAPH_ENTER, GRAPH_LEAVE
 from trimtab.trace.compiled import prepare_compiler
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ LIMIT_S = 300.0
 """Seconds that a script's compilations may take together; what is left then runs as eager code."""
 OTHER_BACKENDS = ("eager", "aot_eager")
 """Backends that run the same operations as eager code."""
-GRAPH_WORKS = tuple(Work(op=op, kind="call", dtype="", kernels=0) for op in (GRAPH_ENTER, GRAPH_LEAVE))
 
 
 class CompileTimeout(BaseException):
@@ -333,7 +330,6 @@ def _watch_graphs(compiler: ScriptCompiler) -> None:
     """Compile the graphs of dynamo; run those that fail, or are not for the GPU, one operation at a time."""
     import torch._inductor.compile_fx as inductor
     from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._inductor.output_code import CompiledFxGraph
 
     compile_model: Any = inductor.compile_fx
     compile_graph: Any = inductor.compile_fx_inner
@@ -360,27 +356,8 @@ def _watch_graphs(compiler: ScriptCompiler) -> None:
         return compile_model(model, inputs, inner_compile=inner_compile, **kwargs)
 
     put(inductor, "compile_fx", compile_fx)
-    _mark_graphs(compiler, CompiledFxGraph)
 
 
 def _uses_gpu(graph: Any) -> bool:
     values = (node.meta.get("val") for node in graph.graph.nodes)
     return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
-
-
-def _mark_graphs(compiler: ScriptCompiler, owner: Any) -> None:
-    """Record where compiled code begins and ends: it costs the host less than eager code."""
-    call: Any = owner.__call__
-    recorder = compiler.observer.recorder
-
-    @functools.wraps(call)
-    def run_marked(graph: Any, inputs: Any) -> Any:
-        if not recorder.records_work:
-            return call(graph, inputs)
-        recorder.add_work(GRAPH_WORKS[0])
-        try:
-            return call(graph, inputs)
-        finally:
-            recorder.add_work(GRAPH_WORKS[1])
-
-    put(owner, "__call__", run_marked)

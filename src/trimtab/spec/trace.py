@@ -58,6 +58,7 @@ BATCH_NORMS = {
     for direction in ("", "_backward")
 }
 GROUP_NORM = "aten::native_group_norm"
+LAYER_NORM_BACKWARD = "aten::native_layer_norm_backward"
 INDEX_ADD = "aten::index_add"
 CHANNELS_LAST = 1
 """Layout of a convolution, in its dims."""
@@ -80,10 +81,10 @@ class Work(Noun, frozen=True, kw_only=True):
     write_bytes: int = 0
     dims: tuple[int, ...] = ()
     """matrix: batch, m, n, k, alignment in bytes; convolution: groups, spots, n, k, layout, kernel area;
-    attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
-    optimizer: tensors, numbers; others: obstacles, last dimension, and for some what they wait for:
-    channels, groups, pixels, or numbers for one place and then pixels. See trimtab.trace.op_cost. A transfer
-    has none: it reads bytes of the device on the way to the host, and writes them on the way back."""
+    attention: batch, heads, queries, keys, head size, causal, masked, dropout; recurrent: layers, steps,
+    batch, width; optimizer: tensors, numbers; others: obstacles, last dimension, and for some what they wait
+    for: channels, groups, pixels, or numbers for one place and then pixels. See trimtab.trace.op_cost. A
+    transfer has none: it reads bytes of the device on the way to the host, and writes them on the way in."""
     kernels: int = 1
     """Kernel launches; for a recurrent layer, its cells: steps x layers x directions."""
     fresh: bool = False
@@ -92,6 +93,8 @@ class Work(Noun, frozen=True, kw_only=True):
     """Whether autograd records no node for it in the forward pass: no input needs a gradient."""
     additions: int = 0
     """Numbers that index_add or a compiled kernel adds to others in memory, one by one (atomic additions)."""
+    instructions: int = 0
+    """Of a kernel that a compiler generates: instructions of single threads, without reads and writes."""
 
     def faults(self) -> list[str]:
         """Check that counts are not negative and the kind is known."""

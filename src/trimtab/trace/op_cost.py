@@ -369,33 +369,33 @@ def _describe_attention(name: str, args: tuple[Any, ...]) -> Work:
     query, key, value = tensors[1:4] if backward else tensors[:3]
     batch, heads, queries, size = query.shape
     keys = key.shape[2]
-    causal = _is_causal(name, args)
+    causal = bool(_read_argument(name, args, "is_causal"))
+    bias = _read_argument(name, args, "attn_bias")
+    dropped = bool(_read_argument(name, args, "dropout_p"))
     flops = 2 * batch * heads * queries * keys * (size + value.shape[-1])
     if causal:
         flops //= 2
     if backward:
         flops = flops * 5 // 2
     moved = count_bytes(query) + count_bytes(key) + count_bytes(value)
-    bias = next((tensor for tensor in tensors[3:4] if not backward), None)
+    masked = isinstance(bias, torch.Tensor)
     return Work(
         op=name,
         kind="attention",
         dtype=matrix_dtype(query),
         flops=flops,
-        read_bytes=moved * (2 if backward else 1) + (count_bytes(bias) if bias is not None else 0),
+        read_bytes=moved * (2 if backward else 1) + (count_bytes(bias) if masked else 0),
         write_bytes=moved if backward else count_bytes(query),
-        dims=(batch, heads, queries, keys, size, int(causal)),
+        dims=(batch, heads, queries, keys, size, int(causal), int(masked), int(dropped)),
         kernels=3 if backward else 1,
     )
 
 
-def _is_causal(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the `is_causal` argument of an attention operation is set."""
+def _read_argument(name: str, args: tuple[Any, ...], argument: str) -> Any:
+    """Return an argument of an attention operation by its name; None if it is left out or does not exist."""
     schema = _ATTENTION_SCHEMAS.get(name, ())
-    if "is_causal" not in schema:
-        return False
-    position = schema.index("is_causal")
-    return bool(args[position]) if position < len(args) else False
+    position = schema.index(argument) if argument in schema else len(args)
+    return args[position] if position < len(args) else None
 
 
 def _read_attention_schemas() -> dict[str, tuple[str, ...]]:
