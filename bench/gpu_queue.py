@@ -427,7 +427,8 @@ BLIND_ZOO = {
 BLIND_COMPILED = ("attention_unet", "diffusion_transformer", "poolformer", "table_transformer")
 BLIND_LATER = {
     "linear_recurrence": 8, "latent_reader": 16, "two_towers": 256, "image_compressor": 16,
-    "patch_mixer": 128, "dense_classifier": 64, "molecule": 512, "flow_operator": 32, "sequential_recommender": 128,
+    "patch_mixer": 128, "dense_classifier": 64, "molecule": 512, "flow_operator": 32,
+    "sequential_recommender": 128,
 }  # fmt: skip
 """Models of bench/zoo_blind.py, predicted once with the rules that `BLIND_ZOO` had led to."""
 BLIND_LATER_COMPILED = ("linear_recurrence", "patch_mixer", "two_towers", "dense_classifier")
