@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GrowingCache:
-    keys: list[torch.Tensor]
+    keys: list[Any]
     length: int
 
 
