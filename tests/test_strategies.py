@@ -79,8 +79,7 @@ def test_a_rank_of_a_branch_holds_its_own_frozen_part_and_all_that_learns() -> N
     # The adapter of the other branch learns here too: its gradient comes from the others.
     assert part.parts.optimizer == pytest.approx(8 * SHARED, rel=0.1)
     assert part.parts.gradients == pytest.approx(4 * SHARED, rel=0.1)
-    outside_allocator = part.process_bytes - part.reserved_bytes - part.parts.context
-    assert part.parts.communication == outside_allocator, "nothing but the buffers of NCCL"
+    assert part.parts.communication == part.nccl_bytes > 0
     assert any(
         "ranks of branch wide hold most" in assumption and "deep" in assumption
         for assumption in part.assumptions
