@@ -210,6 +210,28 @@ while True:
 """
 
 
+INFERENCE = """
+import torch
+from torch import nn
+
+model = nn.Conv2d(3, 8, 3).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+@CONTEXT
+def evaluate():
+    for options in ({"dtype": torch.float16}, {"memory_format": torch.channels_last}):
+        images = torch.ones(64, 3, 32, 32).to(device="cuda", **options)
+        model(images.float())
+
+while True:
+    model(torch.ones(2, 3, 32, 32).cuda()).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    evaluate()
+    torch.save(torch.zeros(1000, 1000).cuda(), "../saved.pt")
+"""
+
+
 @pytest.fixture
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ScriptEstimate]:
     monkeypatch.chdir(tmp_path)
@@ -247,3 +269,23 @@ def test_a_text_that_a_script_generates_by_hand_is_followed_at_few_lengths(
 
     assert SIZES_NOTE in found.estimate.assumptions
     assert {fact.name: fact.value for fact in found.script.found}["micro_batch"] == "8"
+
+
+@pytest.mark.slow
+def test_inference_mode_needs_what_no_grad_needs(follow: Callable[[str], ScriptEstimate]) -> None:
+    """In inference mode torch passes operations such as `to` without splitting them up."""
+    modes = [
+        follow(INFERENCE.replace("CONTEXT", context))
+        for context in ("torch.inference_mode()", "torch.no_grad()")
+    ]
+
+    phases = [{phase.name: phase.allocated_bytes for phase in found.phases} for found in modes]
+    assert phases[0] == phases[1]
+    assert phases[0]["evaluation"] > 64 * 3 * 32 * 32 * 4
+
+
+@pytest.mark.slow
+def test_a_file_saved_beside_the_folder_has_its_full_size(follow: Callable[[str], ScriptEstimate]) -> None:
+    writes = follow(INFERENCE.replace("CONTEXT", "torch.no_grad()")).script.writes
+
+    assert any("saved.pt (3.8 MiB)" in line for line in writes)
