@@ -289,3 +289,32 @@ def test_a_file_saved_beside_the_folder_has_its_full_size(follow: Callable[[str]
     writes = follow(INFERENCE.replace("CONTEXT", "torch.no_grad()")).script.writes
 
     assert any("saved.pt (3.8 MiB)" in line for line in writes)
+
+
+SUMMED_LOSS = """
+import torch
+from torch import nn
+
+model = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    total = 0.0
+    for _ in range(6):
+        loss = model(torch.ones(ROWS, 64).cuda()).mean() / 6
+        total += loss.detach()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "text"), [("8", "repeat the same work"), ("8 + _", "their sizes differ")])
+def test_micro_batches_are_said_to_differ_only_if_their_inputs_do(
+    follow: Callable[[str], ScriptEstimate], rows: str, text: str
+) -> None:
+    """A sum of losses starts as a number, so the first micro-batch adds it in another way."""
+    facts = {fact.name: fact for fact in follow(SUMMED_LOSS.replace("ROWS", rows)).script.found}
+
+    assert facts["accumulation"].value == "6"
+    assert text in facts["accumulation"].where

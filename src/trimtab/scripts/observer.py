@@ -550,8 +550,10 @@ class Observer:
         self.accumulation, self.is_mean = 1, False
         if len(units) > 1 and all(unit.outline == units[0].outline for unit in units):
             self.accumulation = len(units)
-            self.is_mean = not all(unit.repeats(units[0]) for unit in units)
-            shown, tail = self._find_mean(units) if self.is_mean else units[0], units[-1].end
+            # The same inputs may still differ in work: a sum of losses begins with a number, not a tensor.
+            self.is_mean = any(unit.calls != units[0].calls for unit in units)
+            has_same_work = all(unit.repeats(units[0]) for unit in units)
+            shown, tail = units[0] if has_same_work else self._find_mean(units), units[-1].end
             self.sequence = (*sequence[shown.begin : shown.end], *sequence[tail:])
             self.engine = (*engine[shown.begin : shown.end], *engine[tail:])
         else:
