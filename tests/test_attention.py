@@ -12,9 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import trimtab
 from shared_jobs import shared_job
+from trimtab.catalog.clusters import parse_cluster
+from trimtab.spec import Setting
 from trimtab.trace import attention_rules as rules
 from trimtab.trace.attention_rules import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, AttentionTarget
 from trimtab.trace.fake_cuda import CUDNN_VERSION, VERSION_HOOKS, list_hook_answers
+from trimtab.trace.request import TraceRequests
+from trimtab.trace.server import WorkerProcess
 from trimtab.trace.workspaces import AttentionTiles, choose_efficient_tiles
 
 HOPPER, AMPERE, ADA, TURING, BLACKWELL = (9, 0), (8, 0), (8, 9), (7, 5), (10, 0)
@@ -434,3 +438,40 @@ def test_an_eager_estimate_says_that_compiling_would_lose_the_kernel(job: str) -
     assert line.startswith("under torch.compile attention is not fused")
     plain = estimated(job, "Plain")
     assert (found.allocated_bytes, found.reserved_bytes) == (plain.allocated_bytes, plain.reserved_bytes)
+
+
+COUNTING = """
+
+class Counting(Net):
+    def forward(self, x):
+        if torch.compiler.is_compiling():
+            with open({log!r}, "a") as log:
+                log.write("x")
+        return super().forward(x)
+
+
+class Counted(Job):
+    def model(self):
+        return Counting({mask!r})
+"""
+
+
+@pytest.mark.parametrize(("mask", "passes"), [("plain", [1, 1, 2]), ("asked", [1, 2, 3])])
+def test_a_compiled_forward_pass_is_run_again_only_if_it_may_lose_the_kernel(
+    mask: str, passes: list[int], tmp_path: Path
+) -> None:
+    file, log = tmp_path / "job.py", tmp_path / "log"
+    file.write_text(JOB + COUNTING.format(log=str(log), mask=mask), encoding="utf-8")
+    asked = TraceRequests(job=f"{file}:Counted", settings=(), device=parse_cluster("H200").devices[0])
+    counts, notes = [], []
+    with WorkerProcess() as worker:
+        # One sample may need another mask.
+        for micro in (4, 8, 1):
+            setting = Setting(micro_batch=micro, global_batch=micro)
+            (answer,) = worker.ask_all(asked.replace(settings=(setting,)), timeout_s=300)
+            assert isinstance(answer, dict), answer
+            lines = answer["trace"]["assumptions"]
+            notes.append(any(line.startswith("under torch.compile attention") for line in lines))
+            counts.append(len(log.read_text(encoding="utf-8")))
+    assert counts == passes
+    assert notes == [mask == "asked"] * 3

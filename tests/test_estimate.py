@@ -126,7 +126,7 @@ def test_sharding_divides_what_a_rank_keeps() -> None:
     assert shard.parts.optimizer == pytest.approx(one.parts.optimizer / 8, rel=0.1)
     # Gradients are views of the buckets that are summed: there is one copy of each.
     assert copy.parts.gradients == pytest.approx(one.parts.weights, rel=0.02)
-    assert copy.parts.communication == 0
+    assert copy.parts.communication == copy.nccl_bytes > 0
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -227,6 +227,14 @@ def test_each_part_says_what_it_is_and_names_the_modules_that_own_it(server: Exp
     assert refused["status"] == "refused"
 
 
+def test_the_memory_of_nccl_is_named_as_such(server: ExploreServer) -> None:
+    wait(server, gpus=8, strategy="ddp")
+    described = wait(server, "owners", gpus=8, strategy="ddp")["parts"]
+    (owner,) = described["communication"]["owners"]
+    assert owner["name"] == "NCCL's kernels and buffers"
+    assert owner["shown"].endswith("GiB")
+
+
 def test_owners_of_weights_and_optimizer_state_follow_from_the_parameters() -> None:
     parameters = {
         "base.0.weight": ParameterFacts(1000, 2000, is_trained=False, is_matrix=True),

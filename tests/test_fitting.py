@@ -80,13 +80,21 @@ def test_a_peak_close_to_the_limit_shrinks_before_it_fails() -> None:
     assert moves[:-1] == [None] * 49
 
 
-def test_before_anything_was_measured_the_estimate_of_the_plan_says_where_to_go() -> None:
+@pytest.mark.parametrize("nccl_gib", [0, 4])
+def test_before_anything_was_measured_the_estimate_of_the_plan_says_where_to_go(nccl_gib: int) -> None:
+    """NCCL has its memory already: the limit is what it leaves."""
     gauge = Numbers(fixed=GIB, sample=0, limit=100 * GIB)
-    parts = Footprint(weights=2 * GIB, gradients=2 * GIB, optimizer=4 * GIB, activations=256 * GIB)
+    parts = Footprint(
+        weights=2 * GIB,
+        gradients=2 * GIB,
+        optimizer=4 * GIB,
+        activations=256 * GIB,
+        communication=nccl_gib * GIB,
+    )
     total = parts.total
     estimate = Estimate(
-        allocated_bytes=total,
-        reserved_bytes=total,
+        allocated_bytes=total - nccl_gib * GIB,
+        reserved_bytes=total - nccl_gib * GIB,
         process_bytes=total,
         parts=parts,
         band=Band(low_bytes=0, high_bytes=total),

@@ -16,7 +16,8 @@ from trimtab import api
 from trimtab.cache import TRACES
 from trimtab.errors import JobFailed, TrimtabError, WrongUse
 from trimtab.spec import Setting, Trace
-from trimtab.trace.child_process import memory_limit_bytes, resident_bytes
+from trimtab.trace import child_process
+from trimtab.trace.child_process import exceeds_memory_limit, memory_limit_bytes, resident_bytes
 from trimtab.trace.server import imported_modules
 from trimtab.trace.tracer import trace_settings
 
@@ -182,6 +183,33 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
     done.wait()
     assert resident_bytes(done.pid) == 0
     assert resident_bytes(os.getpid()) > 0
+    assert not exceeds_memory_limit(done.pid)
+
+
+def test_private_memory_is_counted_only_if_all_memory_is_above_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = []
+
+    def count_private(pid: int) -> int:
+        counted.append(pid)
+        return GIB
+
+    monkeypatch.setattr(child_process, "resident_bytes", count_private)
+    monkeypatch.setattr(child_process, "_anonymous_bytes", lambda _: 2 * GIB)
+    monkeypatch.setenv("TRIMTAB_HOST_GIB", "5")
+    assert not exceeds_memory_limit(1, 2)
+    assert counted == []
+    monkeypatch.setenv("TRIMTAB_HOST_GIB", "3")
+    assert not exceeds_memory_limit(1, 2), "half of it is shared"
+    assert counted == [1, 2]
+    monkeypatch.setenv("TRIMTAB_HOST_GIB", "1.5")
+    assert exceeds_memory_limit(1, 2)
+
+
+def test_the_memory_of_this_process_is_above_a_small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_HOST_GIB", "0.001")
+    assert exceeds_memory_limit(os.getpid())
 
 
 def test_imports_inside_a_member_are_read_off_its_source() -> None:

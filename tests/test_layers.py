@@ -131,6 +131,48 @@ def test_few_blocks_give_many_exactly(count: int, *, frees_inputs: bool) -> None
     assert found.replace(order=()) == true.replace(order=())
 
 
+def sharded_model(count: int, *, buffers: int = 1) -> Trace:
+    """Blocks whose backward pass allocates buffers of no module; the next block frees them, as FSDP does."""
+    writer = Writer()
+    writer.marks["build"] = 0
+    phases = {"forward": 0}
+    writer.marks["step0"] = 0
+    kept = []
+    for block in range(count):
+        kept.append(writer.alloc(4 * MIB, f"layers.{block}"))
+        writer.work("aten::mm", 4, 4)
+    phases["backward"] = count
+    before: list[int] = []
+    for block in reversed(range(count)):
+        # The last one has no weights to gather for the next.
+        ahead = writer.alloc(MIB) if block else 0
+        gradient = writer.alloc(3 * MIB, f"layers.{block}")
+        writer.free(kept.pop())
+        after = [writer.alloc(2 * MIB) for _ in range(buffers)]
+        for buffer in before:
+            writer.free(buffer)
+        before = after
+        writer.free(gradient)
+        if block:
+            writer.free(ahead)
+        writer.work("aten::mm_backward", 4, 4)
+    for buffer in before:
+        writer.free(buffer)
+    phases["optimizer"] = len(writer.works)
+    writer.marks["end"] = len(writer.order)
+    return writer.trace(phases, 10 * count)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize("count", [5, 28])
+def test_buffers_between_blocks_are_freed_by_the_next_block(count: int, buffers: int) -> None:
+    few, more, true = (sharded_model(each, buffers=buffers) for each in (3, 4, count))
+    extended = extend_blocks(few, more, blocks="layers", traced=4, total=count)
+    assert extended is not None
+    assert has_same_program(extended, true)
+    assert extended.replace(order=()) == true.replace(order=())
+
+
 @given(st.integers(3, 8), st.integers(1, 40))
 def test_any_two_give_the_same(few: int, more: int) -> None:
     found = extend_blocks(model(few), model(few + 1), blocks="layers", traced=few + 1, total=few + 1 + more)

@@ -257,9 +257,19 @@ def test_proposed_layouts_are_traced_and_the_answer_does_not_depend_on_earlier_o
 
 
 @pytest.mark.slow
+def test_a_plan_without_time_to_trace_says_that_it_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.planner.plan.LAYOUTS_TRACED_S", -1.0)
+    monkeypatch.setattr("trimtab.planner.plan.LEAST_TRACED_S", -1.0)
+    made = trimtab.plan(f"hf:{MODELS / 'llama-70b'}", "4x8xH100", global_batch=64)
+    assert made.by_formulas
+    assert made.is_cut_short
+
+
+@pytest.mark.slow
 def test_a_plan_for_ten_thousand_gpus_is_by_formulas() -> None:
     made = trimtab.plan(f"hf:{MODELS / 'llama-70b'}", "1280x8xH100", global_batch=2560, options={"seq": 8192})
     assert made.by_formulas
+    assert not made.is_cut_short
     assert made.choice.gpus == len(made.places) == 10_240
     figures = next(reason for reason in made.reasons if reason.subject == "figures")
     assert "2,048 GPUs" in figures.why

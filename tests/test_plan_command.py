@@ -235,3 +235,12 @@ def test_every_part_of_a_plan_is_shown_at_any_width(width: int) -> None:
         # Not "free 88%", which reads as memory.
         assert "unused" in shown
         assert "7 GPUs" in shown
+
+
+@pytest.mark.parametrize("is_cut_short", [True, False])
+def test_a_plan_says_at_its_top_that_not_all_layouts_were_traced(*, is_cut_short: bool) -> None:
+    plan = planned("2xA100-40GB", Law(static_bytes=2 * GIB), workload())
+    text = io.StringIO()
+    Console(file=text, width=200).print(render.render_plan(plan.replace(is_cut_short=is_cut_short)))
+    top = text.getvalue().partition(plan.recommendation)[0]
+    assert (render.CUT_SHORT in top) == is_cut_short

@@ -79,7 +79,7 @@ def test_a_rank_of_a_branch_holds_its_own_frozen_part_and_all_that_learns() -> N
     # The adapter of the other branch learns here too: its gradient comes from the others.
     assert part.parts.optimizer == pytest.approx(8 * SHARED, rel=0.1)
     assert part.parts.gradients == pytest.approx(4 * SHARED, rel=0.1)
-    assert part.parts.communication == 0
+    assert part.parts.communication == part.nccl_bytes > 0
     assert any(
         "ranks of branch wide hold most" in assumption and "deep" in assumption
         for assumption in part.assumptions
@@ -90,9 +90,9 @@ def test_a_rank_of_a_branch_holds_its_own_frozen_part_and_all_that_learns() -> N
 
 def test_hybrid_holds_what_branch_holds() -> None:
     job = shared_job(TWO)
-    assert (
-        estimate(job, "4xH100", strategy="hybrid").parts == estimate(job, "2xH100", strategy="branch").parts
-    )
+    hybrid, branch = estimate(job, "4xH100", strategy="hybrid"), estimate(job, "2xH100", strategy="branch")
+    assert hybrid.parts.replace(communication=0) == branch.parts.replace(communication=0)
+    assert hybrid.allocated_bytes == branch.allocated_bytes
 
 
 def test_a_rank_of_hsdp_keeps_the_share_of_its_node() -> None:

@@ -1140,6 +1140,9 @@ COMMAND_WIDTH = 76
 
 
 NOT_TRACED = "time and memory follow from the sizes of the model; no step was traced"
+CUT_SHORT = (
+    "tracing took too long on this machine, so not all layouts were traced; plan again while it is less busy"
+)
 
 
 def render_plan(plan: Plan) -> RenderableType:
@@ -1152,6 +1155,7 @@ def render_plan(plan: Plan) -> RenderableType:
         *_render_command(plan),
         *([] if plan.complete else [render_labelled("best so far", STOPPED, "yellow"), Text()]),
         *([render_labelled("by formulas", NOT_TRACED, "yellow"), Text()] if plan.by_formulas else []),
+        *([render_labelled("cut short", CUT_SHORT, "yellow"), Text()] if plan.is_cut_short else []),
         Padding(Text(escape_control(plan.recommendation), style="green"), (0, 0, 0, 1)),
         Text(),
         _render_bar(plan.estimate),

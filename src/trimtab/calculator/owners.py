@@ -31,6 +31,7 @@ OUTSIDE = {
 }
 """What allocations of a part are that no module made; for other parts: outside of the modules."""
 ROUNDING, IN_FLIGHT = "rounding by the allocator", "other micro-batches in flight, and rounding"
+NCCL = "NCCL's kernels and buffers"
 SPLIT = "The shares are those of the whole model: each GPU holds a part of it."
 
 
@@ -49,7 +50,9 @@ def describe_owners(
         listed = [(name_owner(owner, part.name), owner.size) for owner in owners]
         rest = int(part.value) - sum(size for _, size in listed)
         other = IN_FLIGHT if strategy_of(setting).has_schedule else ROUNDING
-        listed += [(other, rest)] if listed and rest >= LEAST_REST else []
+        is_nccl = part.name == "communication"
+        if rest >= LEAST_REST and (listed or is_nccl):
+            listed.append((NCCL if is_nccl else other, rest))
         what = explain(PART_WORDS.get(part.name, part.name)).what
         parts[part.name] = {
             "what": f"{what} {note}".strip(),

@@ -153,6 +153,22 @@ class RampRow(Row, frozen=True, kw_only=True):
     tree_simple: tuple[float, ...]
 
 
+class NcclMemoryRow(Row, frozen=True, kw_only=True):
+    """Device memory of NCCL; the comments of links.toml explain each key."""
+
+    kernels_mib: int
+    communicator_mib: int
+    channel_mib: int
+    connection_mib: int
+    sharp_mib: int
+    nvlink_channels: int
+    network_channels: int
+    bus_channels: int
+    pair_channels: int
+    board_pair_channels: int
+    error: float
+
+
 class HostRow(Row, frozen=True, kw_only=True):
     """Copies between a device and its host; the comments of links.toml explain each key."""
 
@@ -332,6 +348,12 @@ def sockets() -> dict[int, SocketRow]:
 def collective_ramp() -> RampRow:
     """Return the share of the bandwidth that collectives of medium sizes reach."""
     return msgspec.convert(_load_toml("links.toml")["ramp"], RampRow)
+
+
+@cache
+def nccl_memory() -> NcclMemoryRow:
+    """Return the device memory of NCCL."""
+    return msgspec.convert(_load_toml("links.toml")["nccl_memory"], NcclMemoryRow)
 
 
 @cache

@@ -16,7 +16,9 @@ from trimtab.catalog.devices import find_reported_device
 from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.jobs.registry import BUILT_IN
+from trimtab.predict.communication import find_links
 from trimtab.predict.estimate import estimate_trace
+from trimtab.predict.nccl_memory import estimate_nccl_bytes
 from trimtab.spec import Calibration, Estimate, Measurement, Noun
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import trace_setting
@@ -155,9 +157,11 @@ def predict_case(case: Case, *, cache: bool = True, calibration: Calibration | N
     setting = case.measurement.setting
     trace = trace_setting(request, cache=cache)
     result = estimate_trace(trace, setting, device, cluster=cluster, calibration=calibration)[0]
+    # Cases with several GPUs were measured on one rank, with collectives that transfer nothing.
+    nccl_bytes = estimate_nccl_bytes(setting, find_links(cluster, setting.gpus))
+    result = result.replace(process_bytes=result.process_bytes - nccl_bytes)
     if result.step_s is None or result.step_time is None:
         return result
-    # Cases with several GPUs were measured on one rank, with collectives that transfer nothing.
     return result.replace(step_s=result.step_s - result.step_time.communication_s)
 
 

@@ -17,6 +17,7 @@ from trimtab.predict.calibration import find_speed, read_own_calibration
 from trimtab.predict.communication import describe_network, find_links
 from trimtab.predict.estimate import describe_public_steps, find_public_correction
 from trimtab.predict.layout import LayoutEstimator, Sharding
+from trimtab.predict.nccl_memory import sum_communicators
 from trimtab.spec import (
     Band,
     Candidate,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from trimtab.planner.estimator_interface import Layout
     from trimtab.planner.layouts import RankedLayout
     from trimtab.predict.calibration import Speed
+    from trimtab.predict.communication import Links
     from trimtab.predict.layout import DecoderLayout
     from trimtab.spec import Cluster, DecoderShape, Device, Workload
 
@@ -54,8 +56,6 @@ NOT_ESTIMATING = NOT_TRACING - {"predict", "planner"}
 """Packages of trimtab that no plan depends on."""
 ROOM = 1.05
 """Reserved memory over allocated memory: the caching allocator leaves gaps."""
-NCCL_BYTES = 1 << 30
-"""What NCCL takes for its buffers; by GPUs and topology it is 0.2 to 2 GiB."""
 MEMORY_ERROR = 0.1
 """Largest known error of the formulas' memory (docs/layouts.md)."""
 BY_FORMULAS = "by formulas, not traced: docs/layouts.md states how far off they are"
@@ -101,7 +101,8 @@ class LayoutStudy:
     search: LayoutSearch
     device: Device
     context_bytes: int
-    """The CUDA context and NCCL's buffers."""
+    """The CUDA context."""
+    links: Links
     speed: Speed
     correction: PublicCorrection | None = None
     """By public measurements of other trainers on this GPU."""
@@ -130,7 +131,7 @@ class LayoutStudy:
             times={name.removesuffix("_s"): getattr(time, name) for name in time._fields},
             tokens_per_s_per_gpu=self.tokens / time.total_s / layout.gpus,
             mfu=self._compute_mfu(ranked),
-            memory_bytes=round(memory.total * ROOM) + self.context_bytes,
+            memory_bytes=round(memory.total * ROOM) + self.context_bytes + self._count_nccl_bytes(layout),
             memory=kinds,
             fullest_stage=memory.stage,
         )
@@ -139,7 +140,8 @@ class LayoutStudy:
         """Return the figures of a layout as an estimate of the fullest rank."""
         layout, time, memory = ranked
         reserved = round(memory.total * ROOM)
-        process = reserved + self.context_bytes
+        nccl_bytes = self._count_nccl_bytes(layout)
+        process = reserved + self.context_bytes + nccl_bytes
         low, high = (round(process * factor) for factor in (1 - MEMORY_ERROR, 1 + MEMORY_ERROR))
         return Estimate(
             allocated_bytes=memory.total,
@@ -154,8 +156,8 @@ class LayoutStudy:
                 optimizer=memory.optimizer,
                 activations=memory.activations + memory.logits,
                 workspace=memory.working,
-                communication=NCCL_BYTES,
-                context=self.context_bytes - NCCL_BYTES,
+                communication=nccl_bytes,
+                context=self.context_bytes,
             ),
             gradients_bytes=memory.gradients,
             band=Band(low_bytes=low, high_bytes=high),
@@ -195,6 +197,9 @@ class LayoutStudy:
         if (network := describe_network(devices, len(devices.devices))) is not None:
             yield network
 
+    def _count_nccl_bytes(self, layout: DecoderLayout) -> int:
+        return sum_communicators(make_mesh(layout), self.links)
+
     def _compute_mfu(self, ranked: RankedLayout) -> float | None:
         shape, peak = self.model.shape, self.device.peaks.bf16
         attention = 6 * shape.layers * shape.heads * shape.head_size * self.model.sequence
@@ -223,12 +228,14 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
             found=f"the catalogue has no speed of {device.name}",
             cure="Run `trimtab calibrate`.",
         )
-    context = facts_of(device).memory.sharded_context_bytes + NCCL_BYTES
+    context = facts_of(device).memory.sharded_context_bytes
+    links = find_links(cluster, gpus, own)
     # A plan for trimtab's own trainer fits by its upper band, as traced plans do.
     room = ROOM * (1 + MEMORY_ERROR) if model.trainer == OWN else ROOM
     usable = device.memory_bytes * model.memory_share
-    # The band is of the whole process, the CUDA context included.
-    usable -= context * (1 + MEMORY_ERROR * (model.trainer == OWN))
+    # The band is of the whole process, the CUDA context and NCCL's buffers included.
+    margin = 1 + MEMORY_ERROR * (model.trainer == OWN)
+    usable -= context * margin
     question = LayoutQuestion(
         shape=model.shape,
         sequence=model.sequence,
@@ -239,6 +246,7 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
         budget_bytes=int(usable / room),
         pins=model.pins,
         refuse=explain_refusal if model.trainer == OWN else lambda _: "",
+        count_nccl_bytes=lambda layout: int(sum_communicators(make_mesh(layout), links) * margin / room),
     )
     # Candidates of `trimtab plan` compete with traced ones, which are not corrected.
     correct = model.trainer != OWN and not speed.own and not speed.imported
@@ -247,19 +255,19 @@ def study_layouts(model: LayoutModel) -> LayoutStudy:
         model.shape,
         speed.pace,
         speed.host,
-        find_links(cluster, gpus, own),
+        links,
         slowdown=1.0 if correction is None else correction.factor,
     )
     search = LayoutSearch(question, estimator)
     if not model.is_cached:
         search.run()
-        return LayoutStudy(model, search, device, context, speed, correction)
+        return LayoutStudy(model, search, device, context, links, speed, correction)
     key = fingerprint(code_fingerprint(NOT_ESTIMATING), model, own)
     stored = LAYOUTS.load(key, _read_ranking)
     if stored is None:
         stored = search.run().store()
         LAYOUTS.store(key, msgspec.json.encode(stored))
-    return LayoutStudy(model, search.restore(stored), device, context, speed, correction)
+    return LayoutStudy(model, search.restore(stored), device, context, links, speed, correction)
 
 
 def _read_ranking(data: bytes) -> StoredRanking:
@@ -275,25 +283,34 @@ def find_only_device(cluster: Cluster) -> Device:
     return cluster.devices[0]
 
 
+def make_mesh(layout: DecoderLayout) -> Mesh:
+    """Return the mesh of a layout; the ranks of Megatron-LM's data parallelism have copies of the weights."""
+    copies, shards = layout.dp_replicate, layout.dp_shard
+    if _has_copies(layout):
+        copies, shards = layout.dp, 1
+    return Mesh(dp_replicate=copies, dp_shard=shards, **{axis: getattr(layout, axis) for axis in AXES})
+
+
+def _has_copies(layout: DecoderLayout) -> bool:
+    return layout.sharding is Sharding.OPTIMIZER and layout.ep == 1
+
+
 def make_setting(layout: DecoderLayout) -> Setting:
     """Return the setting of a layout, under the strategy whose ranks hold the same.
 
     Ranks that shard only the states of the optimizer, as in Megatron-LM, have copies of the weights.
     """
-    copies, shards = layout.dp_replicate, layout.dp_shard
-    has_copies = layout.sharding is Sharding.OPTIMIZER and layout.ep == 1
-    if has_copies:
-        copies, shards = layout.dp, 1
+    mesh = make_mesh(layout)
+    has_copies = _has_copies(layout)
     is_alone = layout.gpus == 1
     strategy = strategy_by_degrees(
-        replicated=not is_alone and (has_copies or copies > 1),
+        replicated=not is_alone and (has_copies or mesh.dp_replicate > 1),
         sharded=not is_alone and not has_copies,
         staged=not has_copies and layout.pp > 1,
     )
-    degrees = {axis: degree for axis in AXES if (degree := getattr(layout, axis)) > 1}
     return Setting(
         strategy=strategy,
-        mesh=Mesh(dp_replicate=copies, dp_shard=shards, **degrees),
+        mesh=mesh,
         micro_batch=layout.micro_batch,
         accumulation=layout.micro_batches,
         global_batch=layout.micro_batch * layout.micro_batches * layout.dp,

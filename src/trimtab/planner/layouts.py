@@ -64,6 +64,8 @@ class LayoutQuestion:
     pins: Mapping[str, int]
     refuse: Callable[[DecoderLayout], str] = lambda _: ""
     """Returns why the trainer does not run a layout; empty if it does."""
+    count_nccl_bytes: Callable[[DecoderLayout], int] = lambda _: 0
+    """Returns how much of the budget NCCL takes for a layout."""
 
     def allows(self, **degrees: int) -> bool:
         """Return whether the pins allow these degrees."""
@@ -104,7 +106,7 @@ class LayoutSearch:
                 self.ruled_out[reason] += 1
                 continue
             memory = self.estimator.estimate_memory(layout)
-            if memory.total > self.question.budget_bytes:
+            if memory.total > self.question.budget_bytes - self.question.count_nccl_bytes(layout):
                 self.ruled_out["does not fit in memory"] += 1
                 if self.least is None or memory.total < self.least.memory.total:
                     self.least = RankedLayout(layout, self.estimator.estimate_time(layout), memory)

@@ -239,9 +239,9 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
             if not (plan.complete or partial):
                 raise KeyboardInterrupt
             assumed = collect_fingerprints(job, workload, plan.places, read_versions())
-            plan = plan.replace(fingerprints=assumed, options=overrides)
+            plan = plan.replace(fingerprints=assumed, options=overrides, is_cut_short=tracing.is_cut_short)
             is_verified = verify_s is None or plan.estimate.verified or not is_guessed(plan.choice)
-            is_sure = plan.complete and not plan.by_formulas and not tracing.is_cut_short
+            is_sure = plan.complete and not plan.by_formulas and not plan.is_cut_short
             if is_sure and is_verified:
                 PLANS.store(plan_key, plan.to_json())
     reasons = tuple(

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.facts import facts_of
-from trimtab.catalog.tables import mfu_references, public_steps
+from trimtab.catalog.tables import mfu_references, nccl_memory, public_steps
 from trimtab.predict import communication, step_time
 from trimtab.predict.calibration import find_speed
 from trimtab.predict.host_link import find_host_link
 from trimtab.predict.host_memory import estimate_host, list_host_assumptions
 from trimtab.predict.memory import MemoryPeaks, estimate_memory
+from trimtab.predict.nccl_memory import estimate_nccl_bytes
 from trimtab.spec import (
     Allocator,
     Band,
@@ -138,6 +139,10 @@ def estimate_trace(  # noqa: PLR0913 - a setting, and the device that it runs on
     """
     facts = facts_of(device)
     peaks, fullest, rank_notes = _find_largest_rank(trace, setting, facts.memory)
+    nccl_bytes = 0
+    if cluster is not None:
+        nccl_bytes = estimate_nccl_bytes(setting, communication.find_links(cluster, setting.gpus))
+        peaks = add_nccl(peaks, nccl_bytes)
     capacity = device.free_bytes if device.free_bytes is not None else device.memory_bytes
     band = peaks.band
     if fusing:
@@ -163,7 +168,7 @@ def estimate_trace(  # noqa: PLR0913 - a setting, and the device that it runs on
                 *trace.assumptions,
                 *rank_notes,
                 *_describe_offload(trace, setting),
-                *_list_assumptions(setting, device, facts),
+                *_list_assumptions(setting, device, facts, nccl_bytes),
                 *list_host_assumptions(
                     setting,
                     host,
@@ -237,6 +242,20 @@ def add_in_flight(peaks: MemoryPeaks, trace: Trace, setting: Setting, facts: Mem
         band=Band(
             low_bytes=peaks.band.low_bytes + round(size * facts.band_low),
             high_bytes=peaks.band.high_bytes + round(size * facts.band_high),
+        ),
+    )
+
+
+def add_nccl(peaks: MemoryPeaks, size: int) -> MemoryPeaks:
+    """Add the memory of NCCL, which is outside of torch's allocator."""
+    error = nccl_memory().error
+    return replace(
+        peaks,
+        process_bytes=peaks.process_bytes + size,
+        parts=peaks.parts.replace(communication=peaks.parts.communication + size),
+        band=Band(
+            low_bytes=peaks.band.low_bytes + round(size * (1 - error)),
+            high_bytes=peaks.band.high_bytes + round(size * (1 + error)),
         ),
     )
 
@@ -403,13 +422,18 @@ def _describe_offload(trace: Trace, setting: Setting) -> list[str]:
     return [f"activations on the host: {format_bytes(most)} of its memory for every rank, pinned"]
 
 
-def _list_assumptions(setting: Setting, device: Device, facts: DeviceFacts) -> list[str]:
+def _list_assumptions(setting: Setting, device: Device, facts: DeviceFacts, nccl_bytes: int) -> list[str]:
     notes = []
     if device.model != facts.device:
         notes.append(
             f"the CUDA context is taken to be as large as on {facts.spoken} "
             f"({facts.memory.context_bytes // MIB} MiB); it was not measured here"
         )
-    if setting.gpus > 1:
-        notes.append("NCCL's own buffers are not counted: they take 0.2 to 2 GiB, by GPUs and topology")
+    if nccl_bytes:
+        notes.append(
+            f"NCCL takes {format_bytes(nccl_bytes)} for its kernels and buffers, by its source code; only "
+            "the part of one rank was measured"
+        )
+    elif setting.gpus > 1:
+        notes.append("NCCL's own buffers are not counted: they take 0.2 to 4 GiB, by GPUs and topology")
     return notes

@@ -38,7 +38,7 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
         file = args[0] if args else kwargs.get("f")
         path = getattr(file, "name", file)
         if isinstance(path, str | os.PathLike):
-            observer.saved_sizes[str(Path(path).absolute())] = _count_bytes(obj)
+            observer.saved_sizes[os.path.normpath(Path(path).absolute())] = _count_bytes(obj)
         observer.check_time()
         return out
 

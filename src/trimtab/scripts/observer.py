@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.engine.quantize import count_weights
+from trimtab.scripts.inference_calls import InferenceCalls, forget_memory
 from trimtab.spec import PARTS, ScriptFact, Trace
 from trimtab.trace.fake_cuda import is_library_file
 from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK, OWN_FOLDER, UPDATE_WORK
@@ -46,6 +47,8 @@ EMPTY_LOADERS = 8
 """Times that a script may begin to load data after its third step, for further epochs without batches."""
 LOW_BIT_PACKAGES = ("bitsandbytes", "torchao")
 """Packages whose optimizers store states in few bits; some have the names of torch's classes."""
+TRAINS = "_trimtab_trains"
+"""Attribute of a loader whose batches are trained on."""
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
 
@@ -117,11 +120,10 @@ class PhaseWindow:
 
 @dataclass
 class CachedCall:
-    """The last calls of a module with the same inputs."""
+    """The last training call of a module with the same inputs."""
 
     signature: Any
     outputs: Any
-    count: int = 1
 
 
 class _SkippedBackward(torch.autograd.Function):
@@ -220,6 +222,11 @@ class Observer:
     """Shortens the generation of texts: the Decoding of generation_patches."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
+    inference: InferenceCalls = field(init=False)
+    """Shortens what is called without gradients."""
+
+    def __post_init__(self) -> None:
+        self.inference = InferenceCalls(self.recorder, self.notes)
 
     def learn(self, name: str, value: Any, how: str = "", line: str | None = None) -> None:
         """Record a fact, how it was seen and at which line; what is seen first stays."""
@@ -248,33 +255,44 @@ class Observer:
             self._note_phase(training=False)
             run = functools.partial(self._enter, call, module, args, kwargs, root=True)
             return self.decoding.call(run, kwargs)
-        return self._call_root(call, module, args, kwargs, training=training)
+        if not training:
+            self.check_time()
+            run = functools.partial(self._call_without_graph, call, module, args, kwargs)
+            return self.inference.call(run, module, (args, kwargs), step=self._find_step_of_call())
+        return self._call_root(call, module, args, kwargs)
 
-    def _call_root(
-        self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any, *, training: bool
-    ) -> Any:
-        """Run a model that the script calls, unless the call repeats one before."""
-        key = (id(module), self._call_number if training else -1)
+    def _call_without_graph(self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        self._note_phase(training=False)
+        return self._enter(call, module, args, kwargs, root=True)
+
+    def _find_step_of_call(self) -> int | None:
+        """Return the step that a call without a graph belongs to; None if it evaluates.
+
+        A teacher, or a reference model, gets the batches that are trained on. An evaluation has a loader of
+        its own, which no backward pass has followed.
+        """
+        is_evaluation = self.last_loader is not None and not getattr(self.last_loader, TRAINS, False)
+        return None if self.is_over or (self.steps and is_evaluation) else self.steps
+
+    def _call_root(self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        """Run a model that the script trains, unless the call repeats one before."""
+        key = (id(module), self._call_number)
         self._call_number += 1
         signature = describe_inputs(args, kwargs)
-        if training:
-            if not self._inputs:
-                self._forward_begin = len(self.recorder.sequence)
-            self._inputs.append((id(module), signature))
+        if not self._inputs:
+            self._forward_begin = len(self.recorder.sequence)
+        self._inputs.append((id(module), signature))
         cached = self._calls.get(key)
-        if cached is not None and cached.signature == signature:
-            if self.can_skip() if training else cached.count > 1:
-                self._is_skipped = self._is_skipped or training
-                return self._repeat_outputs(module, cached.outputs, training=training)
-            cached.count += 1
-        else:
+        if cached is None or cached.signature != signature:
             cached = self._calls[key] = CachedCall(signature, None)
-        if training:
-            self._note_training_call(module, args, kwargs)
-        self._note_phase(training=training)
+        elif self.can_skip():
+            self._is_skipped = True
+            return self._repeat_outputs(module, cached.outputs)
+        self._note_training_call(module, args, kwargs)
+        self._note_phase(training=True)
         cached.outputs = None
         out = self._enter(call, module, args, kwargs, root=True)
-        cached.outputs = tree_map(_forget_graph, out)
+        cached.outputs = tree_map(forget_memory, out)
         return out
 
     def note_precision(self, *, is_last: bool = False) -> None:
@@ -287,13 +305,13 @@ class Observer:
             where = ", ".join(filter(None, (how, self._line_of_call)))
             self.facts["precision"] = ScriptFact(name="precision", value=value, where=where)
 
-    def _repeat_outputs(self, module: Any, outputs: Any, *, training: bool) -> Any:
+    def _repeat_outputs(self, module: Any, outputs: Any) -> Any:
         anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
 
         def again(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if training and anchor is not None and getattr(leaf, "_trimtab_needs_graph", False):
+            if anchor is not None and getattr(leaf, "_trimtab_needs_graph", False):
                 return _SkippedBackward.apply(anchor, leaf, self._trained)
             return torch.empty_like(leaf)
 
@@ -532,8 +550,10 @@ class Observer:
         self.accumulation, self.is_mean = 1, False
         if len(units) > 1 and all(unit.outline == units[0].outline for unit in units):
             self.accumulation = len(units)
-            self.is_mean = not all(unit.repeats(units[0]) for unit in units)
-            shown, tail = self._find_mean(units) if self.is_mean else units[0], units[-1].end
+            # The same inputs may still differ in work: a sum of losses begins with a number, not a tensor.
+            self.is_mean = any(unit.calls != units[0].calls for unit in units)
+            has_same_work = all(unit.repeats(units[0]) for unit in units)
+            shown, tail = units[0] if has_same_work else self._find_mean(units), units[-1].end
             self.sequence = (*sequence[shown.begin : shown.end], *sequence[tail:])
             self.engine = (*engine[shown.begin : shown.end], *engine[tail:])
         else:
@@ -668,18 +688,6 @@ def describe_inputs(args: Any, kwargs: Any) -> Any:
         else id(leaf)
         for leaf in tree_leaves((args, kwargs))
     )
-
-
-def _forget_graph(leaf: Any) -> Any:
-    """Return a tensor like this one without memory on the GPU, for calls that repeat it."""
-    if not isinstance(leaf, FakeTensor):
-        return leaf
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes(), leaf.fake_mode:
-        like: Any = torch.empty_like(leaf, requires_grad=False)
-    like._trimtab_needs_graph = leaf.requires_grad
-    return like
 
 
 def describe_precision(module: Any) -> tuple[str, str]:

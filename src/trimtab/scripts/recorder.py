@@ -73,6 +73,10 @@ class ScriptRecorder(Recorder):
             # It calls the operation again with its local tensor.
             self._add_python_work(WRAPPED, sum(isinstance(leaf, DTensor) for leaf in tree_leaves(args)))
             return NotImplemented
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            # Here torch passes `to`, `linear` and others as they are; elsewhere only what they consist of.
+            with self:
+                return func.decompose(*args, **kwargs)
         device = kwargs.get("device")
         is_fake = FakeTensor in types
         is_plain = not is_fake and all(map(_is_plain, types))

@@ -24,7 +24,7 @@ from trimtab.scripts.file_patches import patch_files
 from trimtab.scripts.generation_patches import patch_generation
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
-from trimtab.scripts.observer import Observer, find_script_line, put
+from trimtab.scripts.observer import TRAINS, Observer, find_script_line, put
 from trimtab.scripts.operation_patches import patch_operations
 from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
@@ -290,8 +290,6 @@ def _patch_fetchers(observer: Observer) -> None:
         put(kind, "fetch", watch(kind.fetch))
 
 
-TRAINS = "_trimtab_trains"
-"""Attribute of a loader whose batches are trained on."""
 LAST_BATCHES = 3
 """Batches that a loader gives after the third step, and in an evaluation."""
 

@@ -234,8 +234,13 @@ class Estimate(Noun, frozen=True, kw_only=True):
 
     @property
     def least_possible_bytes(self) -> int:
-        """Lower bound of `least_bytes`: live tensors plus the CUDA context."""
+        """Lower bound of `least_bytes`: live tensors, the CUDA context and NCCL."""
         return self.process_bytes - self.reserved_bytes + self.allocated_bytes
+
+    @property
+    def nccl_bytes(self) -> int:
+        """Memory of NCCL: the process without what torch reserves and the CUDA context."""
+        return max(0, self.process_bytes - self.reserved_bytes - self.parts.context)
 
     def with_band(self, size: int) -> int:
         """Return process memory `size` scaled to the upper end of the band."""

@@ -201,6 +201,8 @@ class Plan(Noun, frozen=True, kw_only=True):
     """Peaks of the phases of a training command."""
     by_formulas: bool = False
     """Whether time and memory come from formulas over the sizes of a decoder: no step was traced."""
+    is_cut_short: bool = False
+    """Whether layouts were not traced because tracing took too long; on idle cores another may be chosen."""
 
     def faults(self) -> list[str]:
         """Check that the folder can be a path."""

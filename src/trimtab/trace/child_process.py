@@ -97,8 +97,6 @@ LIMIT_VARIABLE = "TRIMTAB_HOST_GIB"
 LIMIT_GIB = 3.0
 """Below 4 GiB with the interpreter and torch; a trace of a large model needs a tenth of it."""
 
-SMALL_BYTES = GIB // 2
-
 
 def memory_limit_bytes() -> int:
     """Return the memory limit of all tracing processes together; TRIMTAB_HOST_GIB overrides it."""
@@ -116,16 +114,31 @@ def memory_limit_bytes() -> int:
     return int(min(gib, 2**20) * GIB)
 
 
+def exceeds_memory_limit(*pids: int) -> bool:
+    """Return whether processes together have more private memory than tracing may take.
+
+    The system walks through all pages of a process to find its private ones, which takes long for a large
+    process. So they are only counted if all pages that belong to no file are too many.
+    """
+    limit = memory_limit_bytes()
+    return sum(map(_anonymous_bytes, pids)) > limit and sum(map(resident_bytes, pids)) > limit
+
+
+def _anonymous_bytes(pid: int) -> int:
+    """Return the memory of a process that belongs to no file, with what it shares with its parent."""
+    try:
+        _, resident, mapped, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
+    except OSError:
+        return resident_bytes(pid)
+    return (int(resident) - int(mapped)) * mmap.PAGESIZE
+
+
 def resident_bytes(pid: int) -> int:
     """Return the private memory of a process, without memory shared with its parent and with files.
 
-    0 for a process that has ended. Below 0.5 GiB, shared memory is not subtracted, because that takes time.
+    0 for a process that has ended.
     """
     try:
-        _, resident, mapped, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
-        resident_size = (int(resident) - int(mapped)) * mmap.PAGESIZE
-        if resident_size <= SMALL_BYTES:
-            return resident_size
         text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     except OSError:
         return 0 if Path("/proc/self/smaps_rollup").exists() else _psutil_resident_bytes(pid)

@@ -462,8 +462,28 @@ class _Extension:
         The first block may be no equal stretch, as it does not free what the embedding allocated, but it
         allocates the same.
         """
-        are_equal = self._describe(self.more.number(before)) == self._describe(self.more.number(there))
-        return self._count_turns(self.more.block(before), self.more.block(there)) if are_equal else 0
+        first, last = self.more.number(before), self.more.number(there)
+        if self._describe(first) != self._describe(last):
+            return 0
+        if self.more.block(before) is None and self.more.block(there) is None:
+            return self._count_equal_turns(first, last, self._spot(there))
+        return self._count_turns(self.more.block(before), self.more.block(there))
+
+    def _count_equal_turns(self, first: int, last: int, spot: Spot | None) -> int:
+        """Return by how many turns two equal allocations of no block are apart; 0 if not by full turns.
+
+        FSDP allocates its buffers between blocks. Count the equal allocations from the first to the last, and
+        those in one turn.
+        """
+        if spot is None:
+            return 0
+        zone = self.zones[spot.zone]
+        in_turn = sum(
+            isinstance(entry, int) and entry >= 0 and self._describe(entry) == self._describe(last)
+            for entry in self.more.entries[zone.begin : zone.end]
+        )
+        between = sum(self._describe(number) == self._describe(last) for number in range(first, last))
+        return 0 if between % in_turn else between // in_turn
 
     def _count_turns(self, first: int | None, last: int | None) -> int:
         """Return by how many turns two blocks are apart; 0 if an entry belongs to none."""

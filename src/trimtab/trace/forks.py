@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from trimtab.trace.child_process import (
     end_with_parent,
-    memory_limit_bytes,
+    exceeds_memory_limit,
     memory_limit_error,
     resident_bytes,
 )
@@ -138,9 +138,8 @@ def _enforce_limits(running: list[Fork], given: str, timeout_s: float) -> None:
     late = [fork for fork in running if time.monotonic() > fork.ends_at]
     for fork in late:
         _kill_fork(fork, timeout_error(given, timeout_s))
-    sizes = {fork.pid: resident_bytes(fork.pid) for fork in running}
-    if sum(sizes.values()) > memory_limit_bytes():
-        _kill_fork(max(running, key=lambda fork: sizes[fork.pid]), memory_limit_error(given))
+    if exceeds_memory_limit(*(fork.pid for fork in running)):
+        _kill_fork(max(running, key=lambda fork: resident_bytes(fork.pid)), memory_limit_error(given))
 
 
 def _kill_fork(fork: Fork, failure: TrimtabError) -> None:

@@ -34,10 +34,9 @@ from trimtab.jobs.job import Job
 from trimtab.jobs.registry import comes_with_trimtab
 from trimtab.trace.child_process import (
     end_with_parent,
-    memory_limit_bytes,
+    exceeds_memory_limit,
     memory_limit_error,
     parent_variable,
-    resident_bytes,
 )
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ def _exchange(
             text = None
             if time.monotonic() > ends_at:
                 raise timeout_error(job, timeout_s) from error
-        if watch and resident_bytes(process.pid) > memory_limit_bytes():
+        if watch and exceeds_memory_limit(process.pid):
             raise memory_limit_error(job)
 
 
@@ -348,7 +347,7 @@ class WorkerProcess:
                 received += more
             elif time.monotonic() > ends_at:
                 raise timeout_error(given, timeout_s)
-            elif resident_bytes(process.pid) > memory_limit_bytes():
+            elif exceeds_memory_limit(process.pid):
                 raise memory_limit_error(given)
         answer = bytes(received[:end]).strip()
         del received[: end + len(END)]

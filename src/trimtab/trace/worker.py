@@ -203,6 +203,17 @@ SPLITS: dict[Setting, StageSplit] = {}
 """Blocks of pipeline stages that forks have found, by setting with one sample; the next forks have them."""
 
 
+FUSED_AS_COMPILED: set[tuple[Setting, bool, RankKind]] = set()
+"""Settings whose attention loses no fused kernel in compiled code, as forks have found; the next forks have
+them. Recomputing repeats the same attention, and the micro-batch changes it only if there is one sample."""
+
+
+def _attention_key(setting: Setting, rank: RankKind) -> tuple[Setting, bool, RankKind]:
+    """Return all that decides whether compiled attention is fused."""
+    plain = _drop_micro_batch(setting).replace(recompute=Recompute.NONE)
+    return plain, setting.micro_batch == 1, rank
+
+
 def _find_split(job: Any, model: Any, request: TraceRequest, rank: RankKind) -> StageSplit | None:
     """Return the blocks of each pipeline stage; None without stages, or if the job cannot be cut."""
     from trimtab.engine.step import find_stage_split, make_meta_loss
@@ -577,7 +588,8 @@ def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[
     notes += state.stage_notes
     for note in (*describe_split(state.tensor_plan), *notes):
         recorder.kernels.assume(note)
-    lost_compiled = _lost_by_compiling(state, batch, recorder) if as_compiled else {}
+    is_known = _attention_key(setting, rank) in FUSED_AS_COMPILED
+    lost_compiled = _lost_by_compiling(state, batch, recorder) if as_compiled and not is_known else {}
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in state.model.parameters()]
     return {
         "parameters": sum(count for count, _ in sizes),
@@ -826,6 +838,17 @@ def _causes(recorder: Any) -> dict[str, Any]:
     return {"causes": tuple(places), "caused": caused}
 
 
+class _TraceHeader(msgspec.Struct):
+    """The part of a trace that this process reads."""
+
+    assumptions: list[str] = []
+
+    @property
+    def lost_compiled(self) -> list[str]:
+        """What compiled code would lose."""
+        return [note for note in self.assumptions if note.startswith(AS_COMPILED)]
+
+
 class _AnswerHeader(msgspec.Struct):
     """The part of an answer that this process reads."""
 
@@ -836,6 +859,8 @@ class _AnswerHeader(msgspec.Struct):
     """Results of operations, for the next forks."""
     split: bytes = b""
     """Blocks of each pipeline stage, for the next forks; empty without stages."""
+    trace: _TraceHeader | None = None
+    """None if tracing failed."""
 
 
 class _RankRequest(NamedTuple):
@@ -869,6 +894,7 @@ def _serve_requests() -> None:
                 # With other options it may be another model: nothing that was learned of it holds.
                 job, checks = reload_job(requests), JobChecks()
                 SPLITS.clear()
+                FUSED_AS_COMPILED.clear()
             job = prepare_job(requests) if job is None else job
             loaded = requests.overrides
             answers = _answer_requests(job, requests, checks)
@@ -998,8 +1024,15 @@ def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest
         answers[place] = answer
         header = msgspec.json.decode(answer, type=_AnswerHeader)
         share_results(header.results)
+        (_, request, rank), _ = parts[place]
+        setting = request.setting
+        if (
+            header.trace is not None
+            and setting.recompute is Recompute.NONE
+            and not header.trace.lost_compiled
+        ):
+            FUSED_AS_COMPILED.add(_attention_key(setting, rank))
         if header.split:
-            setting = parts[place][0].request.setting
             SPLITS[_drop_micro_batch(setting)] = pickle.loads(header.split)  # noqa: S301 - a fork wrote it
     return [answers[place] for place in range(len(parts))]
 

@@ -343,6 +343,8 @@ class MicroBatchFitter:
             self._sample_bytes = (memory.activations + memory.inputs) / estimated_for or None
             # In the first step gradients and optimizer state do not exist yet and cannot be measured.
             self._fixed_bytes = memory.weights + memory.gradients + memory.optimizer + memory.communication
+            # The gauge measures what is left beside NCCL.
+            self._fixed_bytes -= estimate.nccl_bytes
         self._sample_times: list[float] = []
         self._before: tuple[MicroBatchSizes, float] | None = None
         self._last: float | None = None
