@@ -152,8 +152,8 @@ def measure_program(program: Program) -> dict[str, Any]:
     lock = GpuLock()
     with lock.shared():
         model, x = program.make()
-        run = torch.compile(model, dynamic=False)
-        x = x.requires_grad_(program.gradients)
+        run: Any = torch.compile(model, dynamic=False)
+        x.requires_grad = program.gradients
 
         def step() -> tuple[float, float]:
             torch.cuda.synchronize()
@@ -163,7 +163,7 @@ def measure_program(program: Program) -> dict[str, Any]:
             middle = time.perf_counter()
             if not program.gradients:
                 return middle - begin, 0.0
-            loss = functional.mse_loss(out.float(), torch.zeros_like(out, dtype=torch.float32))
+            loss: Any = functional.mse_loss(out.float(), torch.zeros_like(out, dtype=torch.float32))
             model.zero_grad(set_to_none=True)
             torch.cuda.synchronize()
             start = time.perf_counter()

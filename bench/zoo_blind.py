@@ -34,7 +34,8 @@ class RecurrentGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         value, decay, gate = self.inward(self.norms[0](x)).chunk(3, -1)
-        rows = functional.logsigmoid(decay.float()).unflatten(1, (-1, self.chunk)).cumsum(2)
+        pace: Any = functional.logsigmoid(decay.float())
+        rows = pace.unflatten(1, (-1, self.chunk)).cumsum(2)
         value = value.float().unflatten(1, (-1, self.chunk))
         inside = torch.exp(rows) * torch.cumsum(value * torch.exp(-rows.clamp(min=-20)), 2)
         carried = torch.cumsum(inside[:, :, -1], 1).roll(1, 1)[:, :, None]
@@ -182,7 +183,8 @@ class ImageCompressor(nn.Module):
         spread = spread.clamp(-30, 20)
         drawn = mean + torch.exp(0.5 * spread) * torch.randn_like(mean)
         divergence = 0.5 * (mean.square() + spread.exp() - 1 - spread).mean()
-        return functional.l1_loss(self.decoder(drawn).float(), image) + 1e-6 * divergence
+        loss: Tensor = functional.l1_loss(self.decoder(drawn).float(), image) + 1e-6 * divergence
+        return loss
 
 
 class ImageCompressorJob(WrittenJob):

@@ -301,8 +301,8 @@ def work_coordinates(work: Work) -> tuple[float, ...]:
         ragged = 2.0 if queries % 8 else 0.0
         # Older calibrations do not say whether there is a mask or dropout.
         causal, masked, dropped = (*rest, 0, 0, 0)[:3]
-        traits = 2.0 * causal, 3.0 * masked, 3.0 * dropped, ragged
-        return (_log(batch * heads) / 2, _log(queries), _log(keys), 2 * _log(size), *traits)
+        variant = 2.0 * causal, 3.0 * masked, 3.0 * dropped, ragged
+        return (_log(batch * heads) / 2, _log(queries), _log(keys), 2 * _log(size), *variant)
     if work.kind == "convolution":
         groups, spots, columns, inner, layout, area = dims
         biased = 2.0 * bool(work.write_bytes)
