@@ -426,7 +426,7 @@ def trained_alone(job_names: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_on_split_sequences_is_that_of_one_process(
     ranks: int, job_names: list[str], trained_alone: dict[str, Any]
 ) -> None:

@@ -434,7 +434,11 @@ def test_a_cluster_without_devices_leaves_the_mesh_open() -> None:
 
 
 def test_a_plan_has_the_pinned_stages() -> None:
-    plan = trimtab.plan("bridge:tiny", "4xA100-40GB", pins={"pp": 2, "gpus": 2, "schedule": "1f1b"})
+    plan = trimtab.plan(
+        "bridge:tiny",
+        "4xA100-40GB",
+        pins={"pp": 2, "gpus": 2, "schedule": "1f1b", "micro_batch": 1, "recompute": "none"},
+    )
     assert (plan.choice.mesh.pp, plan.choice.strategy) == (2, "pipeline")
     with pytest.raises(WrongUse, match=r"dp_shard=3: it makes 3 ranks, which do not divide 4 GPUs"):
         trimtab.plan("bridge:tiny", "4xA100-40GB", pins={"dp_shard": 3, "gpus": 4})

@@ -42,7 +42,7 @@ def real_output(command: str, *, h200: bool) -> str:
     return done.stdout + done.stderr
 
 
-HEAVY = re.compile(r"estimate (trimtab.exams.jobs:GPT|slm) ")
+HEAVY = re.compile(r"estimate (trimtab.exams.jobs:GPT|slm) |max slm |mixtral-small")
 CASES = [
     # Models of a hundred million weights are traced for half a minute.
     pytest.param(

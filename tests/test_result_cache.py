@@ -75,10 +75,10 @@ SHARDED = {"strategy": "fsdp", "mesh": {"dp_shard": 4}, "global_batch": 16}
 @pytest.mark.parametrize(
     ("config", "more"),
     [
-        (GPT2, {}),
+        pytest.param(GPT2, {}, marks=pytest.mark.slow),
         (GPT2, {**SHARDED, "recompute": "full", "precision": "bf16"}),
-        (T5, {"precision": "bf16"}),
-        (BERT, {"precision": "fp16", "recompute": "selective"}),
+        pytest.param(T5, {"precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param(BERT, {"precision": "fp16", "recompute": "selective"}, marks=pytest.mark.slow),
         (MIXTRAL, {"precision": "bf16"}),
     ],
     ids=["gpt2", "gpt2-fsdp-recompute", "t5", "bert", "mixtral"],

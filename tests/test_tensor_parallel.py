@@ -69,7 +69,9 @@ RUNS_OF_FOUR = [
 ]
 
 
-@pytest.mark.parametrize("runs", [RUNS_OF_TWO, RUNS_OF_FOUR], ids=["2", "4"])
+@pytest.mark.parametrize(
+    "runs", [RUNS_OF_TWO, pytest.param(RUNS_OF_FOUR, marks=pytest.mark.slow)], ids=["2", "4"]
+)
 def test_ranks_that_split_layers_learn_what_one_process_learns(runs: list[Any]) -> None:
     size = make_setting(**runs[0][2]).gpus
     for rank in everywhere(size, train_together, runs):
