@@ -310,8 +310,12 @@ def test_an_estimate_has_the_memory_and_the_traffic_of_the_experts_of_one_rank()
         for more in ({}, {"ep": 8}, {"ep": 8, "expert_imbalance": 3.0})
     )
     assert spread.parts.weights < 1.05 * whole.parts.weights
-    # A rank gathers one expert of a layer instead of eight.
-    assert spread.parts.communication < whole.parts.communication
+    # A rank gathers one expert of a layer instead of eight, and NCCL connects every pair of ranks.
+    gathered_spread, gathered_whole = (
+        found.parts.communication - found.nccl_bytes for found in (spread, whole)
+    )
+    assert gathered_spread < gathered_whole
+    assert spread.nccl_bytes > whole.nccl_bytes
     assert uneven.parts.activations > 1.2 * spread.parts.activations
     assert (uneven.step_s or 0) > (spread.step_s or 0)
     assert any("every rank gets as many tokens" in note for note in spread.assumptions)
