@@ -159,7 +159,7 @@ class AttentionShape(NamedTuple):
 
 
 def _masked_attention(shape: AttentionShape, *, masked: bool, dropout: float) -> CalibrationProgram:
-    """Fused attention with a mask or dropout: other variants of the same kernels, up to twice as slow."""
+    """Fused attention with a mask or dropout: variants of the same kernels, up to five times as slow."""
     batch, heads, length, size = shape
 
     def run() -> None:
