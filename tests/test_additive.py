@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -183,6 +184,21 @@ def test_chance_that_does_not_repeat_leaves_it_unknown() -> None:
 
     found = verdict(Numpy())
     assert found.additive is None
+
+
+def test_a_check_that_computes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(Classes):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            try:
+                while True:
+                    super().loss(model, batch)
+            except Exception:  # noqa: BLE001 - as a job may do
+                return super().loss(model, batch)
+
+    monkeypatch.setattr(loss_check, "CPU_LIMIT_S", 0.2)
+    with pytest.raises(loss_check.CheckTooLong):
+        loss_check._check_in_time(Endless())  # noqa: SLF001 - it runs in a process of its own
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
 def test_a_large_model_keeps_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
