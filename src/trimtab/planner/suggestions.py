@@ -165,16 +165,14 @@ def _list_changes(  # noqa: PLR0913 - what a plan depends on, and what it needs
 def _search_best(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
 ) -> Evaluation | None:
-    """Return a setting that fits after a change, with full recomputation if that is possible.
+    """Return a setting that fits after a change: the one that needs least memory, if the job can run it.
 
-    What fits without it is found by the plan that you ask for next. The smallest micro-batch comes first: a
-    change with which it does not fit takes one trace, not many. None if nothing fits or the search fails.
+    It shows in one trace whether the change is enough. Larger micro-batches and less recomputation are found
+    by the plan that you ask for next. None if nothing fits or the search fails.
     """
     for pins in (SMALLEST, RECOMPUTED, {}):
         result = _search_all(workload, cluster, policy.replace(pins=pins | policy.pins), estimator)
-        if result is None or (result.failed and result.best is None):
-            continue
-        if result.best is None or pins is not SMALLEST:
+        if result is not None and (result.best is not None or not result.failed):
             return result.best
     return None
 
