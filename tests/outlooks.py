@@ -45,6 +45,7 @@ class Law:
     seq: int = 1024
     asked: list[Setting] = field(default_factory=list)
     prepared: list[Setting] = field(default_factory=list)
+    prefetched: list[Setting] = field(default_factory=list)
     cached_share: float = 0.0
     """Of reserved memory, what torch could release."""
     fails: bool = False
@@ -115,6 +116,9 @@ class Law:
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
         self.prepared += [setting for setting, _ in asked]
         self.traced |= {self.family(end, layout) for setting, layout in asked for end in traced_ends(setting)}
+
+    def prefetch(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
+        self.prefetched += [setting for setting, _ in asked]
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         if self.fails or (self.fails_compiled and setting.compile):

@@ -1293,3 +1293,16 @@ def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
 )
 def test_a_bound_below_the_choice_is_not_said_to_be_worse(least: float, text: str) -> None:
     assert explanations.explain_beaten(least, 15.7, Policy()) == text
+
+
+def test_what_the_plan_says_of_ways_to_fit_is_traced_while_it_searches() -> None:
+    law, quiet = Law(), Law()
+    question = PlanQuestion(
+        job="x", workload=workload(), cluster=parse_cluster("2xA100-40GB"), policy=Policy()
+    )
+    plan = decision.choose_plan(question, law, notice=lambda _: None)
+    assert plan.choice.replace(loss=LossForm.CHUNKED) in law.prefetched
+    assert not any(setting.offload == ("activations",) for setting in law.prefetched)
+    # Nobody waits for a search without notices, such as that of a suggestion.
+    assert decision.choose_plan(question, quiet) == plan
+    assert quiet.prefetched == []

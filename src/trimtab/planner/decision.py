@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.engine.in_backward_rules import find_in_backward_refusal
 from trimtab.errors import NothingFits, TrimtabError, WrongUse
 from trimtab.planner import batch_loss_rules
 from trimtab.planner.explanations import (
@@ -40,7 +39,7 @@ from trimtab.planner.space import (
     pick_precision,
 )
 from trimtab.planner.suggestions import make_nothing_fits
-from trimtab.planner.ways import change_setting, compare_ways, join_pins, list_relevant, list_variants
+from trimtab.planner.ways import compare_ways, join_pins, list_changed, list_variants
 from trimtab.spec import Comparison, Objective, Plan, Reason, WhatIf
 from trimtab.units import format_duration, format_value, plural
 
@@ -274,10 +273,7 @@ def _list_ways(question: PlanQuestion, estimator: Estimator, best: Evaluation) -
 
 def _estimate_ways(policy: Policy, estimator: Estimator, best: Evaluation) -> Iterator[ChangedEstimate]:
     """Yield the plan's setting with each way to fit that saves memory."""
-    for way in list_relevant(best, policy):
-        setting = change_setting(best.setting, way)
-        if setting == best.setting or find_in_backward_refusal(setting) is not None:
-            continue
+    for way, setting in list_changed(best, policy):
         change = f"{way.name} ({way.typed})"
         if way.is_slow_to_trace and not estimator.has_traces(setting, best.layout):
             yield ChangedEstimate(change, setting, None)

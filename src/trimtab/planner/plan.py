@@ -157,16 +157,34 @@ class JobTracer:
         return interpolate_family(traced, setting.micro_batch) is not None
 
     def _trace_ahead(self) -> None:
-        """Send the last requests once more with the next way of recomputing: the search asks for it next."""
+        """Send the last requests once more with the next way of recomputing: the search asks for it next.
+
+        It does so for families, which are traced at two micro-batches, and not for single settings.
+        """
         last = self.worker.last
-        if last is None:
+        if last is None or len({setting.micro_batch for setting in last.settings}) == 1:
             return
         settings = [
             setting.replace(recompute=NEXT_RECOMPUTE[setting.recompute])
             for setting in last.settings
             if setting.recompute in NEXT_RECOMPUTE
         ]
-        likely = last.replace(settings=tuple(settings))
+        self._send_ahead(last.replace(settings=tuple(settings)))
+
+    def prefetch(self, settings: Sequence[Setting], device: Device) -> None:
+        """Start tracing settings that are likely to be asked for, if the worker process has nothing to do."""
+        if self.is_ahead and self.worker.is_idle:
+            requests = TraceRequests(
+                job=self.job,
+                overrides=self.overrides,
+                settings=tuple(dict.fromkeys(settings)),
+                device=device,
+                clip=self.clip,
+            )
+            self._send_ahead(requests)
+
+    def _send_ahead(self, likely: TraceRequests) -> None:
+        """Send the requests whose traces are not on disk."""
         missing = tuple(request.setting for request in likely.each() if not TRACES.has(trace_key(request)))
         if missing:
             self.worker.prefetch(likely.replace(settings=missing))
@@ -347,6 +365,7 @@ def _open_estimator(
         yield TraceEstimator(
             mixes="recompute" not in question.policy.pins,
             trace_all=tracing.trace_all,
+            prefetch_all=tracing.prefetch,
             is_derivable=tracing.is_derivable,
             calibration_of=read_own_calibration,
             say=say,

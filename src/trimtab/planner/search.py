@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
 from trimtab.planner.estimator_interface import available_bytes
+from trimtab.planner.ways import list_changed
 from trimtab.spec import Objective, Recompute, Verdict
 from trimtab.strategies import STRATEGIES, strategy_of
 
@@ -265,6 +266,8 @@ class _Search:
         """Families that cannot be estimated at any micro-batch."""
         self.prepared: set[Recompute] = set()
         """Recompute modes whose families were traced together."""
+        self.expected: Setting | None = None
+        """The best setting when the ways to fit that a plan mentions were traced ahead."""
         self.shown_families: set[Family] = set()
         """Families of the choice and the runners-up so far."""
         self.spare_splits: list[tuple[Family, BatchSplit]] = []
@@ -273,6 +276,9 @@ class _Search:
         self.noticed: tuple[Value, tuple[int, ...]] | None = None
         """The best setting that was noticed."""
         self.plainest = _pick_plainest(space.families)
+        self.traced_modes = {
+            family.recompute for family in space.families if not family.recompute.way.is_partial
+        }
 
     def run(self, known: Iterable[Evaluation]) -> SearchResult:
         try:
@@ -304,10 +310,13 @@ class _Search:
             if is_bound:
                 assert family is not None  # noqa: S101 - a bound belongs to a family
                 self._evaluate(family, split, bound)
+                if self.prepared >= self.traced_modes:
+                    self._trace_ways()
                 continue
             if self.result.best is None:
                 entry = self._pick_simplest(entry)
             self._accept(entry)
+            self._trace_ways()
 
     def _pick_simplest(self, first: Entry) -> Entry:
         """Return the simplest entry within a tie of the best, which is given.
@@ -487,6 +496,20 @@ class _Search:
         # The static memory is known now, so families that are too large are not traced.
         self._prepare_families(
             [other for other in largest.values() if self._can_fit(other) and self._can_win(other)]
+        )
+
+    def _trace_ways(self) -> None:
+        """Let the ways to fit of the best setting be traced while the search computes.
+
+        The plan says what they would buy. If another setting is best in the end, they are traced for that.
+        """
+        best = self.result.best or (min(self.known)[-1] if self.known else None)
+        if self.notice is ignore_notice or best is None or best.setting == self.expected:
+            return
+        self.expected = best.setting
+        changed = list_changed(best, self.policy)
+        self.estimator.prefetch(
+            [(setting, best.layout) for way, setting in changed if not way.is_slow_to_trace]
         )
 
     def _prepare_families(self, families: list[Family]) -> None:

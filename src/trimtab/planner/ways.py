@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from trimtab.engine.in_backward_rules import find_in_backward_refusal
 from trimtab.errors import WrongUse
 from trimtab.planner.pins import IN_BACKWARD, read_ways
 from trimtab.spec import Recompute
@@ -160,6 +161,14 @@ def list_relevant(best: Evaluation, policy: Policy) -> list[WayToFit]:
     if not matters:
         return []
     return [way for way in WAYS if way.is_free(policy.pins) and way.is_large(estimate.parts)]
+
+
+def list_changed(best: Evaluation, policy: Policy) -> Iterator[tuple[WayToFit, Setting]]:
+    """Yield the plan's setting with each of the relevant ways that it can use."""
+    for way in list_relevant(best, policy):
+        setting = change_setting(best.setting, way)
+        if setting != best.setting and find_in_backward_refusal(setting) is None:
+            yield way, setting
 
 
 def change_setting(setting: Setting, way: WayToFit) -> Setting:

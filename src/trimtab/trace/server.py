@@ -248,6 +248,11 @@ class WorkerProcess:
         """
         self._send(requests)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a process is running and has no request to answer."""
+        return self._process is not None and not self._pending
+
     def ask_all(self, requests: TraceRequests, *, timeout_s: float) -> list[Answer]:
         """Return the answer or the error to each request; only one error if the job cannot be loaded."""
         self.last = requests
