@@ -17,6 +17,7 @@ from trimtab.planner.decision import PlanQuestion, choose_among, choose_plan
 from trimtab.planner.estimator import (
     EstimateCache,
     TraceEstimator,
+    count_static_bytes,
     is_guessed,
     strip_device,
     summarize_setting,
@@ -39,7 +40,7 @@ from trimtab.planner.verify import note_unverified, verify_choice
 from trimtab.predict.calibration import own_folder, read_own_calibration
 from trimtab.predict.derive import direct_shards
 from trimtab.predict.traces import get_traces, interpolate_family
-from trimtab.spec import Plan, Recompute
+from trimtab.spec import Plan, Recompute, Trace
 from trimtab.trace.job_summary import NamedJob, has_summary, named_job_key, summarize_job
 from trimtab.trace.loss_check import LossCheck
 from trimtab.trace.request import TraceRequest, TraceRequests
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from trimtab.planner.layouts import RankedLayout
     from trimtab.planner.search import Evaluation
     from trimtab.predict.traces import Family
-    from trimtab.spec import Cluster, Device, Policy, Setting, Trace, Workload
+    from trimtab.spec import Cluster, Device, Policy, Setting, Workload
 
 QUICK_CHECK_S = 0.5
 """If checking the loss takes longer, the search begins meanwhile."""
@@ -129,7 +130,7 @@ class JobTracer:
             return [self._make_timeout()] * len(settings)
         seconds = monotonic() - start
         self.is_slow = self.is_slow or seconds > SLOW_S
-        if self.is_ahead and self.is_slow and seconds < TOO_SLOW_S:
+        if self.is_ahead and self.is_slow and seconds < TOO_SLOW_S and not _is_too_large(found, device):
             self._trace_ahead()
         return found
 
@@ -188,6 +189,15 @@ class JobTracer:
         missing = tuple(request.setting for request in likely.each() if not TRACES.has(trace_key(request)))
         if missing:
             self.worker.prefetch(likely.replace(settings=missing))
+
+
+def _is_too_large(answers: Sequence[Trace | TrimtabError], device: Device) -> bool:
+    """Whether weights and optimizer state of a trace alone do not fit: recomputing does not help then."""
+    return any(
+        sum(count_static_bytes(answer)) > device.memory_bytes
+        for answer in answers
+        if isinstance(answer, Trace)
+    )
 
 
 def make_plan(  # noqa: PLR0913 - what a plan depends on

@@ -32,7 +32,7 @@ CPU_LIMIT_S = 80.0
 """Processor time of the check. A busy machine takes longer, and gets the same answer."""
 TIMEOUT_S = 240.0
 """Elapsed time of the check, for jobs that wait for something."""
-NICENESS = 10
+NICENESS = 5
 """The check yields to tracing, which the user waits for first."""
 MAX_PARAMETERS = 60_000_000
 """Largest model to run: with gradients, it needs 1 GiB in float64."""
