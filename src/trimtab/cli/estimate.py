@@ -162,12 +162,15 @@ def add_logits_help(error: NothingFits, request: PlanRequest) -> None:
     setting: Setting | None = error.closest
     if setting is None or request.command:
         return
+    from trimtab.planner.estimator import strip_device, to_traced_setting
+
     try:
         where = as_cluster(request.on)
+        # As the plan traced it: the trace is in the cache.
         _, details, _ = api.look_closely(
             request.job,
-            setting,
-            api.first_device(where),
+            to_traced_setting(setting),
+            strip_device(api.first_device(where)),
             where=where,
             options=request.options,
             clip=request.clip,
