@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
+import trimtab
 from shared_jobs import shared_job
 from trimtab.catalog.clusters import parse_cluster
 from trimtab.cli.estimate import add_logits_help, has_large_logits, help_script
@@ -21,6 +22,7 @@ from trimtab.scripts.estimate import estimate_script
 from trimtab.spec import LossForm, Precision, Setting, Trace
 from trimtab.spec.requests import PlanRequest
 from trimtab.trace.request import TraceRequest
+from trimtab.trace.server import WorkerProcess
 from trimtab.trace.tracer import trace_setting, trace_settings
 
 if TYPE_CHECKING:
@@ -147,3 +149,13 @@ def test_a_plan_that_fits_nowhere_names_the_logits(name: str, closest: Setting |
     is_told = name == "Job" and closest is not None
     assert ("--pin loss=chunked avoids them" in error.cure) is is_told
     assert error.cure.startswith("Use more GPUs.")
+
+
+def test_the_logits_of_a_plan_that_fits_nowhere_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = {"accumulation": 1, "compile": False, "recompute": "none"}
+    request = PlanRequest(job=shared_job(JOB, "Job"), on="T4", global_batch=64, pins=pins)
+    with pytest.raises(NothingFits) as raised:
+        trimtab.plan(request)
+    monkeypatch.setattr(WorkerProcess, "_start", lambda _: pytest.fail("it traces again"))
+    add_logits_help(raised.value, request)
+    assert "--pin loss=chunked avoids them" in raised.value.cure
