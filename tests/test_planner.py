@@ -1306,3 +1306,22 @@ def test_what_the_plan_says_of_ways_to_fit_is_traced_while_it_searches() -> None
     # Nobody waits for a search without notices, such as that of a suggestion.
     assert decision.choose_plan(question, quiet) == plan
     assert quiet.prefetched == []
+
+
+class LoneLaw(Law):
+    """One sample needs a trace of its own."""
+
+    def has_traces(self, setting: Setting, layout: Layout) -> bool:
+        return setting.micro_batch > 1 and super().has_traces(setting, layout)
+
+
+def test_one_sample_is_traced_only_if_it_could_be_the_best() -> None:
+    # Without recomputation, ddp fits with one sample only.
+    shape: dict[str, Any] = {"static_bytes": 30 * GIB, "sample_bytes": int(2.5 * GIB), "launch_s": 0.1}
+    policy: dict[str, Any] = {"pins": {"compile": False, "recompute": "none"}}
+    law, alone = LoneLaw(**shape), LoneLaw(**shape)
+    plan = planned("2xA100-40GB", law, **policy)
+    assert plan.choice.strategy is Strategy.FSDP
+    assert min(setting.micro_batch for setting in law.asked) > 1
+    policy["pins"]["strategy"] = "ddp"
+    assert planned("2xA100-40GB", alone, **policy).choice.micro_batch == 1

@@ -621,7 +621,8 @@ class _Search:
         """Find the largest micro-batch that fits, by the line through the memory of two others.
 
         Memory is nearly linear in the micro-batch, so the first guess is mostly right. Micro-batches that
-        the line puts clearly above the limit are not estimated.
+        the line puts clearly above the limit are not estimated. One sample may need a trace of its own: it
+        is left for the time when its bound is the lowest.
         """
         self._count_too_large(family, seen.estimate.need_bytes)
         smaller = [other for other in family.splits if other[0] < split[0]]
@@ -629,7 +630,8 @@ class _Search:
         points = {split[0]: seen.estimate.need_bytes}
         if small is not None and (other := self._get_estimate(family, small)) is not None:
             points[small[0]] = other.estimate.need_bytes
-        low, high = 0, len(smaller)
+        untraced = smaller[-1:] == [family.splits[-1]] and not self._has_last_trace(family)
+        low, high = 0, len(smaller) - untraced
         while low < high:
             guess = self._guess_fitting(smaller[low:high], points, seen.allowed_bytes) + low
             need = self._need_bytes(family, smaller[guess])
@@ -641,7 +643,14 @@ class _Search:
                     low += 1
             else:
                 low = guess + 1
+        if untraced and low == len(smaller) - 1 and _is_clearly_beyond(1, points, seen.allowed_bytes):
+            low += 1
         self.limits[family] = smaller[low][0] if low < len(smaller) else 0
+
+    def _has_last_trace(self, family: Family) -> bool:
+        """Whether the smallest micro-batch is not one sample that needs a trace of its own."""
+        split = family.splits[-1]
+        return split[0] > 1 or self.estimator.has_traces(family.setting(split), family.layout)
 
     def _guess_fitting(self, left: list[BatchSplit], points: dict[int, int], most: int) -> int:
         """Return the index of the first micro-batch that fits by the line; `left` starts with the largest."""
