@@ -85,6 +85,8 @@ class FlowShape(NamedTuple):
     reads: list[tuple[TensorRead, ...]]
     rests: list[bool]
     """Whether an operation also reads unidentified tensors."""
+    partial: list[bool]
+    """Whether an operation reads a part of a tensor."""
     makes: list[tuple[int, ...]]
     makers: dict[int, int]
     dies: dict[int, int]
@@ -123,15 +125,15 @@ def apply_sizes(shape: FlowShape, trace: Trace, only: Iterable[int] | None = Non
     for place in range(len(shape.reads)) if only is None else only:
         inputs, rests = shape.reads[place], shape.rests[place]
         wanted = 0
-        if rests or not all(whole for _, whole in inputs):
+        if rests or shape.partial[place]:
             wanted = _count_read_bytes(
-                works[sequence[place]], sum(sizes[make] for make in shape.makes[place])
+                works[sequence[place]], sum([sizes[make] for make in shape.makes[place]])
             )
         every[place] = tuple(
             [SizedRead(tensor, sizes[tensor] if whole else wanted) for tensor, whole in inputs]
         )
         if rests:
-            unknown[place] = max(0, wanted - sum(size for _, size in every[place]))
+            unknown[place] = max(0, wanted - sum([size for _, size in every[place]]))
     return Flow(every, unknown, shape.makes, sizes, shape.makers, shape.dies)
 
 
@@ -175,12 +177,14 @@ class _FlowWalk:
         self._version: dict[int, int] = {}
         """The current tensor of an allocation: writing in place makes a new tensor."""
         self._sizes = list(trace.sizes)
-        self.shape = FlowShape([], [], [], {}, {}, [])
+        self._results = {self._ops[event] for event in events if event >= 0}
+        """Names of operations that allocate."""
+        self.shape = FlowShape([], [], [], [], {}, {}, [])
 
     def visit(self, place: int, work: Work) -> None:
         """Process one operation: its results, then its inputs."""
         shape = self.shape
-        made = self._take_results(place, work)
+        made = self._take_results(place, work) if work.op in self._results else ()
         reads: tuple[TensorRead, ...] = ()
         rests = False
         if work.kernels and work.kind not in ("wait", "optimizer", "collective"):
@@ -189,6 +193,7 @@ class _FlowWalk:
             made = self._record_overwrite(place, work, reads)
         shape.reads.append(reads)
         shape.rests.append(rests)
+        shape.partial.append(not all([read.is_whole for read in reads]))
         shape.makes.append(made)
         for read in reads:
             self._touch(read.tensor)
@@ -259,14 +264,16 @@ class _FlowWalk:
         recent = list(islice(reversed(self._recent), MAX_RECENT))
         candidates = list(dict.fromkeys([*recent[:1], *soon, *recent]))
         sizes = self._sizes
-        wanted = _count_read_bytes(work, sum(sizes[number] for number in made))
-        chosen, rest = choose_operands(wanted, tuple(sizes[tensor] for tensor in candidates), 1 + len(soon))
+        wanted = _count_read_bytes(work, sum([sizes[number] for number in made]))
+        chosen, rest = choose_operands(
+            wanted, tuple([sizes[tensor] for tensor in candidates]), 1 + len(soon)
+        )
         alone = len(chosen) == 1 and chosen[0][1] == sizes[candidates[chosen[0][0]]]
         if not alone and wanted in self._old_sizes:
             # More likely a weight than a coincidence.
             return (), True
         reads = tuple(
-            TensorRead(candidates[index], size == sizes[candidates[index]]) for index, size in chosen
+            [TensorRead(candidates[index], size == sizes[candidates[index]]) for index, size in chosen]
         )
         return reads, rest > 0
 

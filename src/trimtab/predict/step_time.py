@@ -395,7 +395,7 @@ def _find_bounds(trace: Trace) -> PassBounds:
     )
 
 
-_FUSED: MemoryCache[Trace] = MemoryCache(max_entries=64)
+_FUSED: MemoryCache[Trace] = MemoryCache(max_entries=128)
 NOT_FUSED = frozenset(
     {
         *("strategy", "mesh", "micro_batch", "accumulation", "global_batch", "shares", "sync_batchnorm"),
