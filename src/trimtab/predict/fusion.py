@@ -265,9 +265,7 @@ class _FlowWalk:
         candidates = list(dict.fromkeys([*recent[:1], *soon, *recent]))
         sizes = self._sizes
         wanted = _count_read_bytes(work, sum([sizes[number] for number in made]))
-        chosen, rest = choose_operands(
-            wanted, tuple([sizes[tensor] for tensor in candidates]), 1 + len(soon)
-        )
+        chosen, rest = choose_operands(wanted, tuple([sizes[tensor] for tensor in candidates]), 1 + len(soon))
         alone = len(chosen) == 1 and chosen[0][1] == sizes[candidates[chosen[0][0]]]
         if not alone and wanted in self._old_sizes:
             # More likely a weight than a coincidence.
