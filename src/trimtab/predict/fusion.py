@@ -193,7 +193,7 @@ class _FlowWalk:
             made = self._record_overwrite(place, work, reads)
         shape.reads.append(reads)
         shape.rests.append(rests)
-        shape.partial.append(not all([read.is_whole for read in reads]))
+        shape.partial.append(not all(read.is_whole for read in reads))
         shape.makes.append(made)
         for read in reads:
             self._touch(read.tensor)
