@@ -286,7 +286,7 @@ class _Search:
                 self._add_known(evaluated)
             for family in self.space.families:
                 for split in family.splits:
-                    self._push_bound(family, split)
+                    self._push_bound(family, split, self._bound(family, split))
             self._search_heap()
             self._fill_runners_up()
         except KeyboardInterrupt:
@@ -394,7 +394,7 @@ class _Search:
             )
         )
 
-    def _push_bound(self, family: Family, split: BatchSplit) -> None:
+    def _push_bound(self, family: Family, split: BatchSplit, bound: Value) -> None:
         setting = family.setting(split)
         # Of equal bounds, try the largest micro-batch first: its time bounds the smaller ones.
         order = (
@@ -403,7 +403,6 @@ class _Search:
             *tie_break_key(setting)[2:-1],
             -split[0],
         )
-        bound = self._bound(family, split)
         heapq.heappush(self.heap, (bound, True, order, next(self.numbers), family, split, None))
 
     def _bound(self, family: Family, split: BatchSplit) -> Value:
@@ -434,12 +433,7 @@ class _Search:
     def _can_skip(self, family: Family, split: BatchSplit, bound: Value) -> bool:  # noqa: PLR0911 - one per cause
         setting = family.setting(split)
         if self.result.best is not None and not self._can_run_up(family, split):
-            many, least = self.result.beaten.get(family, (0, math.inf))
-            step_s = self.estimator.cached_bound(setting, family.layout).step_s or 0.0
-            if self.policy.objective is Objective.SPEED and step_s:
-                # Both are lower bounds: take the larger.
-                step_s = max(step_s, bound[0])
-            self.result.beaten[family] = (many + 1, min(least, step_s))
+            self._count_beaten(family, setting, bound)
             return True
         if self.result.best is not None and family in self.shown_families:
             self.spare_splits.append((family, split))
@@ -454,16 +448,28 @@ class _Search:
         if split[0] > self.limits.get(family, split[0]):
             self._count_too_large(family, 0)
             return True
-        if objective_value(setting, floor.step_s, self.policy.objective) > bound:
-            self._push_bound(family, split)
+        value = objective_value(setting, floor.step_s, self.policy.objective)
+        if value > bound:
+            self._push_bound(family, split, value)
             return True
         bounded = STRATEGIES[family.strategy].is_bounded_by_one_device
         if family not in self.evaluated_families and (bounded or family.recompute not in self.prepared):
             sharp = self.estimator.tighten_bound(setting, family.layout)
-            if objective_value(setting, sharp.step_s, self.policy.objective) > bound:
-                self._push_bound(family, split)
+            value = objective_value(setting, sharp.step_s, self.policy.objective)
+            if value > bound:
+                self._push_bound(family, split, value)
                 return True
         return False
+
+    def _count_beaten(self, family: Family, setting: Setting, bound: Value) -> None:
+        """Count a setting that cannot be better, and keep the least time of its family."""
+        many, least = self.result.beaten.get(family, (0, math.inf))
+        is_speed = self.policy.objective is Objective.SPEED
+        if not (is_speed and many and bound[0] >= least):
+            step_s = self.estimator.cached_bound(setting, family.layout).step_s or 0.0
+            # Both are lower bounds: take the larger.
+            least = min(least, max(step_s, bound[0]) if is_speed and step_s else step_s)
+        self.result.beaten[family] = (many + 1, least)
 
     def _can_run_up(self, family: Family, split: BatchSplit) -> bool:
         """Whether a setting can become a runner-up after the choice is made: only without a new trace.

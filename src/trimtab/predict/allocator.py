@@ -519,7 +519,8 @@ class CachingAllocator:
             block = self._take_cached(pool, rounded) or self._allocate_new(pool, rounded)
         if block is None:
             return self._short
-        if block.size != rounded and should_split(block.size - rounded, rounded, self.config):
+        spare = block.size - rounded
+        if spare >= MIN_BLOCK and should_split(spare, rounded, self.config):
             block = self._split_front(block, rounded)
         block.live = True
         block.requested = size
@@ -544,13 +545,24 @@ class CachingAllocator:
         self.allocated -= block.size
         self.requested -= block.requested
         block.live = False
+        free = block.pool.free
         before, after = block.prev, block.next
-        if before is not None and not before.live:
-            _merge(block, before)
-        if after is not None and not after.live:
-            _merge(block, after)
+        # As `_merge` and `_add_to_pool`, without the calls.
+        if before is not None and not before.live and before.mapped:
+            del free[bisect_left(free, (before.size, before.address))]
+            block.address = before.address
+            block.size += before.size
+            block.prev = before = before.prev
+            if before is not None:
+                before.next = block
+        if after is not None and not after.live and after.mapped:
+            del free[bisect_left(free, (after.size, after.address))]
+            block.size += after.size
+            block.next = after = after.next
+            if after is not None:
+                after.prev = block
         block.since = self._large_searches
-        insort(block.pool.free, (block.size, block.address, block))
+        insort(free, (block.size, block.address, block))
 
     def empty_cache(self) -> None:
         """Release every segment, or page of an expandable one, without live blocks."""
@@ -641,11 +653,16 @@ class CachingAllocator:
 
     def _split_front(self, block: _Block, size: int) -> _Block:
         """Split the first `size` bytes off a free block; return the rest to the pool."""
-        front = _Block(block.address, size, block.pool, block.segment)
-        front.link_between(block.prev, block)
-        block.address += size
-        block.size -= size
-        self._add_to_pool(block)
+        address, before, pool = block.address, block.prev, block.pool
+        front = _Block(address, size, pool, block.segment)
+        front.prev, front.next = before, block
+        if before is not None:
+            before.next = front
+        block.prev = front
+        block.address = address = address + size
+        block.size = size = block.size - size
+        block.since = self._large_searches
+        insort(pool.free, (size, address, block))
         return front
 
     def _allocate_new(self, pool: _Pool, size: int) -> _Block | None:

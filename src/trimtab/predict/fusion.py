@@ -17,9 +17,9 @@ Running the compiler itself is more accurate (`trimtab.trace.compiled`), but tak
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import defaultdict
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, islice
 from math import isqrt
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +29,7 @@ from trimtab.spec.precision import DTYPE_BYTES, FLOAT8, FLOAT32, TF32
 from trimtab.spec.trace import CACHED_ROW_BYTES, CHANNELS_LAST, ENTER, LEAVE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from trimtab.predict.op_time import Pace, Rates
     from trimtab.spec import Setting, Trace
@@ -85,6 +85,8 @@ class FlowShape(NamedTuple):
     reads: list[tuple[TensorRead, ...]]
     rests: list[bool]
     """Whether an operation also reads unidentified tensors."""
+    partial: list[bool]
+    """Whether an operation reads a part of a tensor."""
     makes: list[tuple[int, ...]]
     makers: dict[int, int]
     dies: dict[int, int]
@@ -123,15 +125,15 @@ def apply_sizes(shape: FlowShape, trace: Trace, only: Iterable[int] | None = Non
     for place in range(len(shape.reads)) if only is None else only:
         inputs, rests = shape.reads[place], shape.rests[place]
         wanted = 0
-        if rests or not all(whole for _, whole in inputs):
+        if rests or shape.partial[place]:
             wanted = _count_read_bytes(
-                works[sequence[place]], sum(sizes[make] for make in shape.makes[place])
+                works[sequence[place]], sum([sizes[make] for make in shape.makes[place]])
             )
         every[place] = tuple(
             [SizedRead(tensor, sizes[tensor] if whole else wanted) for tensor, whole in inputs]
         )
         if rests:
-            unknown[place] = max(0, wanted - sum(size for _, size in every[place]))
+            unknown[place] = max(0, wanted - sum([size for _, size in every[place]]))
     return Flow(every, unknown, shape.makes, sizes, shape.makers, shape.dies)
 
 
@@ -168,17 +170,21 @@ class _FlowWalk:
         """Positions of operations in the sequence, by name."""
         for place, number in enumerate(trace.sequence):
             self._places.setdefault(trace.works[number].op, []).append(place)
-        self._recent: deque[int] = deque()
-        """Tensors, most recently used first."""
+        self._recent: dict[int, None] = {}
+        """Tensors, most recently used last."""
+        self._next: tuple[int, int, int | None] = 0, 0, None
+        """The next result, with the place and the event from which to search for it again."""
         self._version: dict[int, int] = {}
         """The current tensor of an allocation: writing in place makes a new tensor."""
         self._sizes = list(trace.sizes)
-        self.shape = FlowShape([], [], [], {}, {}, [])
+        self._results = {self._ops[event] for event in events if event >= 0}
+        """Names of operations that allocate."""
+        self.shape = FlowShape([], [], [], [], {}, {}, [])
 
     def visit(self, place: int, work: Work) -> None:
         """Process one operation: its results, then its inputs."""
         shape = self.shape
-        made = self._take_results(place, work)
+        made = self._take_results(place, work) if work.op in self._results else ()
         reads: tuple[TensorRead, ...] = ()
         rests = False
         if work.kernels and work.kind not in ("wait", "optimizer", "collective"):
@@ -187,6 +193,7 @@ class _FlowWalk:
             made = self._record_overwrite(place, work, reads)
         shape.reads.append(reads)
         shape.rests.append(rests)
+        shape.partial.append(not all(read.is_whole for read in reads))
         shape.makes.append(made)
         for read in reads:
             self._touch(read.tensor)
@@ -200,9 +207,8 @@ class _FlowWalk:
             self._skip_event(place)
 
     def _touch(self, tensor: int) -> None:
-        if tensor in self._recent:
-            self._recent.remove(tensor)
-        self._recent.appendleft(tensor)
+        self._recent.pop(tensor, None)
+        self._recent[tensor] = None
 
     def _skip_event(self, place: int) -> None:
         """Skip one event that is not a result: a free, or an allocation by an unknown operation."""
@@ -211,8 +217,7 @@ class _FlowWalk:
         if event < 0:
             tensor = self._version.pop(~event, ~event)
             self.shape.dies[tensor] = place
-            if tensor in self._recent:
-                self._recent.remove(tensor)
+            self._recent.pop(tensor, None)
 
     def _take_results(self, place: int, work: Work) -> tuple[int, ...]:
         """Return the allocations with the operation's name, until they have the bytes of its results."""
@@ -235,29 +240,38 @@ class _FlowWalk:
 
         Workspaces and allocations of no nearby operation are not results.
         """
+        until, before, found = self._next
+        if place < until and self._at < before:
+            return found
+        found, until, before = None, len(self._trace.sequence), len(self._events) + 1
         for at in range(self._at, len(self._events)):
             event = self._events[at]
             if event < 0 or self._trace.parts[event] == WORKSPACE:
                 continue
             places = self._places.get(self._ops[event], [])
             index = bisect_left(places, place)
-            if index < len(places) and places[index] <= place + RESULT_WITHIN:
-                return at
-        return None
+            if index == len(places):
+                continue
+            if places[index] <= place + RESULT_WITHIN:
+                found, until, before = at, min(until, places[index] + 1), at + 1
+                break
+            until = min(until, places[index] - RESULT_WITHIN)
+        self._next = until, before, found
+        return found
 
     def _infer_reads(self, work: Work, made: tuple[int, ...]) -> tuple[tuple[TensorRead, ...], bool]:
         soon = [tensor for tensor in self._soon_freed() if tensor not in made]
-        recent = [tensor for tensor, _ in zip(self._recent, range(MAX_RECENT), strict=False)]
+        recent = list(islice(reversed(self._recent), MAX_RECENT))
         candidates = list(dict.fromkeys([*recent[:1], *soon, *recent]))
         sizes = self._sizes
-        wanted = _count_read_bytes(work, sum(sizes[number] for number in made))
-        chosen, rest = choose_operands(wanted, tuple(sizes[tensor] for tensor in candidates), 1 + len(soon))
+        wanted = _count_read_bytes(work, sum([sizes[number] for number in made]))
+        chosen, rest = choose_operands(wanted, tuple([sizes[tensor] for tensor in candidates]), 1 + len(soon))
         alone = len(chosen) == 1 and chosen[0][1] == sizes[candidates[chosen[0][0]]]
         if not alone and wanted in self._old_sizes:
             # More likely a weight than a coincidence.
             return (), True
         reads = tuple(
-            TensorRead(candidates[index], size == sizes[candidates[index]]) for index, size in chosen
+            [TensorRead(candidates[index], size == sizes[candidates[index]]) for index, size in chosen]
         )
         return reads, rest > 0
 
@@ -279,8 +293,7 @@ class _FlowWalk:
         self._sizes.append(work.write_bytes)
         self.shape.rewrites.append(place)
         self._version[holder] = new
-        if same in self._recent:
-            self._recent.remove(same)
+        self._recent.pop(same, None)
         return (new,)
 
 
@@ -399,7 +412,7 @@ def fuse_trace(trace: Trace, setting: Setting, pace: Pace) -> Trace:
     return trace.replace(
         works=tuple(numbers),
         sequence=sequence,
-        phases={name: sum(place < at for place in places) for name, at in trace.phases.items()},
+        phases={name: bisect_left(places, at) for name, at in trace.phases.items()},
     )
 
 
@@ -507,15 +520,28 @@ def find_compiled(works: list[Work], backward: int, optimizer: int) -> list[bool
     return [*compiled, *[False] * (len(works) - len(compiled))]
 
 
+class SharedTensor(NamedTuple):
+    """A tensor that is made in one generated kernel and read in others."""
+
+    tensor: int
+    place: int
+    limit: float
+    """It is recomputed if that reads at most so many times its bytes."""
+    is_random: bool
+    """Whether it may be a random mask, which is always written."""
+
+
 class FusionGroups(NamedTuple):
     """Which operations are fused together, assumed equal at every micro-batch of a program."""
 
     shape: FlowShape
     inside: list[bool]
-    readers: dict[int, list[int]]
-    """The operations that read a tensor."""
     group_of: dict[int, int]
     members: dict[int, list[int]]
+    written: set[int]
+    """Tensors that generated kernels write to memory, whatever their sizes."""
+    shared: list[SharedTensor]
+    """Tensors that generated kernels write to memory unless other kernels recompute them."""
 
 
 _GROUPS: MemoryCache[FusionGroups] = MemoryCache(max_entries=32)
@@ -527,7 +553,7 @@ def find_fusion_groups(trace: Trace) -> FusionGroups:
     Analysing a program takes far longer than computing the bytes of its kernels.
     """
     works = [trace.works[number] for number in trace.sequence]
-    key = trace.order, tuple(work.op for work in works)
+    key = trace.order, tuple([work.op for work in works]), *trace.phases.items()
     return _GROUPS.get(key, lambda: _group_works(trace, works))
 
 
@@ -566,7 +592,33 @@ def _group_works(trace: Trace, works: list[Work]) -> FusionGroups:
     members: dict[int, list[int]] = defaultdict(list)
     for place, name in group_of.items():
         members[name].append(place)
-    return FusionGroups(shape, compiled, dict(readers), group_of, dict(members))
+    written, shared = _find_written(works, flow, backward, readers, group_of)
+    return FusionGroups(shape, compiled, group_of, dict(members), written, shared)
+
+
+def _find_written(
+    works: list[Work], flow: Flow, backward: int, readers: dict[int, list[int]], group_of: dict[int, int]
+) -> tuple[set[int], list[SharedTensor]]:
+    """Return the tensors of generated kernels that reach memory, and those that only may reach it."""
+    last = {group: place for place, group in group_of.items()}
+    written: set[int] = set()
+    shared = []
+    for place, group in group_of.items():
+        for tensor in flow.makes[place]:
+            outside = [reader for reader in readers.get(tensor, ()) if group_of.get(reader) != group]
+            dies = flow.dies.get(tensor, len(works))
+            if any(reader not in group_of for reader in outside):
+                written.add(tensor)
+            elif outside:
+                later = all(reader >= backward > place for reader in outside)
+                is_random = any(word in works[place].op for word in RANDOM_OPS)
+                shared.append(SharedTensor(tensor, place, RECOMPUTE_LIMIT if later else 1.0, is_random))
+            # If no reader was identified, only eager code keeps a tensor alive into the backward pass.
+            elif tensor not in readers and (
+                tensor not in flow.dies or (dies > last[group] + 1 and not place < backward <= dies)
+            ):
+                written.add(tensor)
+    return written, shared
 
 
 def is_fused(work: Work) -> bool:
@@ -592,97 +644,86 @@ class _KernelPlan:
     def __init__(self, trace: Trace, groups: FusionGroups) -> None:
         self.works = [trace.works[number] for number in trace.sequence]
         self.backward = trace.phases.get("backward", len(self.works))
-        self.inside, self.readers = groups.inside, groups.readers
-        self.group_of, self.members = groups.group_of, groups.members
-        own = [work for work, compiled in zip(self.works, self.inside, strict=True) if compiled]
+        self.group_of = groups.group_of
+        own = [work for work, compiled in zip(self.works, groups.inside, strict=True) if compiled]
         self.channels_last = uses_channels_last(own)
         self.flow = apply_sizes(groups.shape, trace, groups.group_of)
         self.cached_reads: dict[int, MemoryReads] = {}
-        self.written: set[int] = set()
+        self.written = set(groups.written)
         """Tensors that generated kernels write to memory."""
-        for place in self.group_of:
-            for tensor in self.flow.makes[place]:
-                if self._is_written(tensor, place):
-                    self.written.add(tensor)
-        self.kernels = {max(members): self._kernels(members) for members in self.members.values()}
+        made = {tensor for place in groups.group_of for tensor in self.flow.makes[place]}
+        self.unwritten = made - self.written
+        """Tensors of generated kernels that never reach memory."""
+        for shared in groups.shared:
+            if self._is_written(shared):
+                self.written.add(shared.tensor)
+                self.unwritten.discard(shared.tensor)
+        self.kernels = {max(members): self._kernels(members) for members in groups.members.values()}
 
-    def _is_written(self, tensor: int, place: int) -> bool:
-        """Return whether a tensor that is made inside of a kernel has to be written to memory."""
-        group = self.group_of[place]
-        outside = [reader for reader in self.readers.get(tensor, ()) if self.group_of.get(reader) != group]
-        size = self.flow.sizes[tensor]
-        if any(reader not in self.group_of for reader in outside):
+    def _is_written(self, shared: SharedTensor) -> bool:
+        """Return whether a tensor is written to memory, as recomputing it would read more."""
+        if shared.is_random and shared.tensor == self._drawn_mask(shared.place):
             return True
-        if outside:
-            if any(word in self.works[place].op for word in RANDOM_OPS) and tensor == self._drawn_mask(place):
-                return True
-            later = all(reader >= self.backward > place for reader in outside)
-            reads = self.find_reads(tensor)
-            return sum(reads.tensors.values()) + reads.unknown > size * (RECOMPUTE_LIMIT if later else 1.0)
-        if self.readers.get(tensor, ()):
-            return False
-        dies = self.flow.dies.get(tensor)
-        if dies is None:
-            return True
-        # No reader was identified. Only eager code keeps such a tensor alive into the backward pass.
-        return dies > max(self.members[group]) + 1 and not place < self.backward <= dies
+        return self._find_reads(shared.tensor).total > self.flow.sizes[shared.tensor] * shared.limit
 
     def _drawn_mask(self, place: int) -> int:
         """Return the random mask of an operation: the smallest of its results."""
         return min(self.flow.makes[place], key=self.flow.sizes.__getitem__)
 
-    def find_reads(self, tensor: int) -> MemoryReads:
-        """Return the reads from memory that give a tensor: the tensor itself, if it is written to memory."""
-        maker = self.flow.makers.get(tensor)
-        if tensor in self.written or maker is None or maker not in self.group_of:
-            return MemoryReads({tensor: self.flow.sizes[tensor]}, 0)
+    def _find_reads(self, tensor: int) -> MemoryReads:
+        """Return the reads from memory that recompute a tensor."""
         if tensor not in self.cached_reads:
-            self.cached_reads[tensor] = self._sum_reads([maker])
+            self.cached_reads[tensor] = self._sum_reads([self.flow.makers[tensor]])
         return self.cached_reads[tensor]
 
-    def _sum_reads(self, places: list[int], inner: frozenset[int] = frozenset()) -> MemoryReads:
+    def _sum_reads(self, places: list[int], inner: Collection[int] = ()) -> MemoryReads:
         """Return what operations read from memory, without `inner` tensors."""
+        sizes = self.flow.sizes
         tensors: dict[int, int] = {}
         unknown = 0
         for place in places:
             unknown += self.flow.unknown[place]
-            for read in self.flow.reads[place]:
-                if read.tensor in inner:
+            for tensor, size in self.flow.reads[place]:
+                if tensor in inner:
                     continue
-                needed = self.find_reads(read.tensor)
+                if tensor not in self.unwritten:
+                    tensors[tensor] = min(sizes[tensor], tensors.get(tensor, 0) + size)
+                    continue
+                needed = self._find_reads(tensor)
                 unknown += needed.unknown
-                alone = len(needed.tensors) == 1 and read.tensor in needed.tensors
-                for tensor, size in needed.tensors.items():
-                    more = read.size if alone else size
-                    tensors[tensor] = min(self.flow.sizes[tensor], tensors.get(tensor, 0) + more)
+                for source, bulk in needed.tensors.items():
+                    tensors[source] = min(sizes[source], tensors.get(source, 0) + bulk)
         return MemoryReads(tensors, unknown)
 
     def _kernels(self, members: list[int]) -> tuple[Work, ...]:
         """Return the kernels of a group: first separate reductions, then the kernel that writes."""
-        apart = [member for member in members if self._is_separate(member, members)]
-        rest = sorted(set(members) - set(apart))
+        reductions = [place for place in members if _is_reduction(self.works[place])]
+        apart = [place for place in reductions if self._is_separate(place, members)]
+        rest = [place for place in members if place not in apart] if apart else members
         works = [self.works[place].replace(op=FUSED_OP) for place in apart]
         if not rest:
             return tuple(works)
-        inner = frozenset(tensor for place in rest for tensor in self.flow.makes[place])
-        twice = {place for place in rest if self._reads_twice(place, rest)}
-        works += [
-            _make_kernel([self.works[place]], self._sum_reads([place]).total, 0, "reduction")
-            for place in sorted(twice)
-        ]
         made = [tensor for place in rest for tensor in self.flow.makes[place]]
-        writes = sum(self.flow.sizes[tensor] for tensor in made if tensor in self.written)
-        writes += sum(self.works[place].write_bytes for place in rest if not self.flow.makes[place])
-        parts = [self.works[place] for place in rest]
+        once = []
+        for place in reductions:
+            if place in apart:
+                continue
+            if self._reads_twice(place, rest):
+                read_bytes = self._sum_reads([place]).total
+                works.append(_make_kernel((self.works[place],), read_bytes, 0, "reduction"))
+            else:
+                once.append(place)
+        writes = sum([self.flow.sizes[tensor] for tensor in made if tensor in self.written])
+        writes += sum([self.works[place].write_bytes for place in rest if not self.flow.makes[place]])
+        parts = tuple([self.works[place] for place in rest])
         # The second pass only uses what the first pass has reduced.
-        reduces = any(_is_reduction(self.works[place]) for place in rest if place not in twice)
-        kind = "reduction" if reduces else "pointwise"
-        return (*works, _make_kernel(parts, self._sum_reads(rest, inner).total, writes, kind))
+        kind = "reduction" if once else "pointwise"
+        return (*works, _make_kernel(parts, self._sum_reads(rest, set(made)).total, writes, kind))
 
     def _is_separate(self, place: int, members: list[int]) -> bool:
         """Return whether a reduction is a separate kernel: input in memory, result not used here."""
         work = self.works[place]
-        if not _is_reduction(work) or work.write_bytes > WIDE_SHARE * work.read_bytes:
+        if work.write_bytes > WIDE_SHARE * work.read_bytes:
             return False
         inputs = [read.tensor for read in self.flow.reads[place]]
         group = self.group_of[place]
@@ -693,9 +734,8 @@ class _KernelPlan:
         return ready and not self._leads_to(place, members, WIDE_SHARE * work.read_bytes)
 
     def _reads_twice(self, place: int, members: list[int]) -> bool:
+        """Return whether a kernel reads the input of a reduction again after reducing it."""
         work = self.works[place]
-        if not _is_reduction(work):
-            return False
         bulk = WIDE_SHARE * work.read_bytes
         if work.write_bytes > bulk:
             row = work.dims[1] * DTYPE_BYTES.get(work.dtype, 4) if len(work.dims) > 1 else 0
@@ -745,12 +785,13 @@ COSTLY_OPS = {
 """Instructions for each number of operations that are slow to compute, as trace.compiled counts them."""
 
 
-def _count_instructions(parts: list[Work]) -> int:
+def _count_instructions(parts: Sequence[Work]) -> int:
     numbers = [max(part.read_bytes, part.write_bytes) // DTYPE_BYTES.get(part.dtype, 4) for part in parts]
     return sum(COSTLY_OPS.get(part.op, 1) * count for part, count in zip(parts, numbers, strict=True))
 
 
-def _make_kernel(parts: list[Work], read_bytes: int, write_bytes: int, kind: str) -> Work:
+@lru_cache(maxsize=4096)
+def _make_kernel(parts: tuple[Work, ...], read_bytes: int, write_bytes: int, kind: str) -> Work:
     lead = max(parts, key=lambda part: part.read_bytes + part.write_bytes)
     last = lead.dims[1] if len(lead.dims) > 1 else 1
     return Work(

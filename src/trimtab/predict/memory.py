@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.facts import fallback_facts
@@ -124,11 +125,11 @@ def round_to_block(size: int) -> int:
 
 def _find_peak(trace: Trace, begin: int) -> tuple[int, set[int]]:
     """Return the position in the order with most live bytes, and the allocations live there."""
-    alive = best = best_at = 0
-    for position, number in enumerate(trace.order):
-        alive += round_to_block(trace.sizes[number]) if number >= 0 else -round_to_block(trace.sizes[~number])
-        if alive > best and position >= begin:
-            best, best_at = alive, position
+    sizes = [round_to_block(size) for size in trace.sizes]
+    changes = [sizes[number] if number >= 0 else -sizes[~number] for number in trace.order]
+    totals = list(accumulate(changes))
+    best = max(totals[begin:], default=0)
+    best_at = totals.index(best, begin) if best > 0 else 0
     live: set[int] = set()
     for number in trace.order[: best_at + 1]:
         if number >= 0:

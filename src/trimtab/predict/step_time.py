@@ -86,46 +86,72 @@ def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
 ) -> Clocks:
     """Run both clocks through operations; `backward` is the range that autograd's engine launches."""
     device_clock = busy = waited = 0.0
-    facts = host.step
-    host_clock = facts.start_s
+    queue = host.step.queue
+    host_clock = host.step.start_s
     ends: deque[float] = deque()
-    # A step has thousands of operations, but only about a hundred different ones.
-    cached_costs: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}, {}, {}, {}]
-    in_graphs = _list_compiled(works) if compiled else [False] * len(works)
-    calls = _find_call_costs(works, backward, facts, selective=selective)
-    for place, (work, in_graph) in enumerate(zip(works, in_graphs, strict=True)):
-        behind = place in backward
-        after = bool(backward) and place >= backward.stop
-        costs = cached_costs[3 * in_graph + (2 if after else 1 if behind else 0)]
-        cost = costs.get(id(work))
-        if cost is None:
-            launch = _host_seconds(work, host, backward=behind, after=after, compiled=in_graph)
-            if _is_module_call(work) and not in_graph and not after:
-                launch += calls.backward_s if behind else calls.forward_s
-            elif behind and work.fresh and calls.backward_s and not in_graph:
-                # Products that are computed again have shapes of the forward pass, which are known by now.
-                launch -= calls.repeated * facts.fresh_s
-            cost = costs[id(work)] = launch, _device_seconds(work, pace, facts.gap_s)
-        launch, device_s = cost
-        host_clock += launch
+    for launch_s, device_s, is_wait, following_s in _list_costs(
+        works, pace, host, backward, compiled=compiled, selective=selective
+    ):
+        host_clock += launch_s
         if device_s is None:
-            if work.kind == "wait":
-                waited += max(0.0, device_clock - host_clock)
-                host_clock = max(host_clock, device_clock)
+            if is_wait and device_clock > host_clock:
+                waited += device_clock - host_clock
+                host_clock = device_clock
             continue
-        if len(ends) >= facts.queue:
+        if len(ends) >= queue:
             free_at = ends.popleft()
             if free_at > host_clock:
                 waited += free_at - host_clock
                 host_clock = free_at
         busy += device_s
         device_clock = max(host_clock, device_clock) + device_s
-        if work.kind == "recurrent":
+        if following_s is not None:
             # The device runs the first time steps while the host launches the next ones.
-            host_clock += pace.recurrent_launch_s(work)
+            host_clock += following_s
             device_clock = max(device_clock, host_clock)
         ends.append(device_clock)
     return Clocks(max(host_clock, device_clock), busy, host_clock - waited)
+
+
+class OperationCost(NamedTuple):
+    """What an operation costs both clocks."""
+
+    launch_s: float
+    device_s: float | None
+    """None: the device does not run it."""
+    is_wait: bool
+    following_s: float | None
+    """Further launches of a recurrent layer."""
+
+
+def _list_costs(  # noqa: PLR0913 - as run_clocks
+    works: list[Work], pace: Pace, host: HostCosts, backward: range, *, compiled: bool, selective: bool
+) -> list[OperationCost]:
+    """Return the cost of each operation."""
+    in_graphs = _list_compiled(works) if compiled else [False] * len(works)
+    facts = host.step
+    calls = _find_call_costs(works, backward, facts, selective=selective)
+    begins = (0, backward.start, backward.stop, len(works)) if backward else (0, len(works))
+    costs: list[OperationCost] = []
+    for phase, (begin, end) in enumerate(pairwise(begins)):
+        behind, after = phase == 1, phase > 1
+        # A step has thousands of operations, but only about a hundred different ones.
+        cached_costs: tuple[dict[int, OperationCost], ...] = {}, {}
+        for work, in_graph in zip(works[begin:end], in_graphs[begin:end], strict=True):
+            cost = cached_costs[in_graph].get(id(work))
+            if cost is None:
+                launch = _host_seconds(work, host, backward=behind, after=after, compiled=in_graph)
+                if _is_module_call(work) and not in_graph and not after:
+                    launch += calls.backward_s if behind else calls.forward_s
+                elif behind and work.fresh and calls.backward_s and not in_graph:
+                    # Products computed again have shapes of the forward pass, which are known by now.
+                    launch -= calls.repeated * facts.fresh_s
+                following = pace.recurrent_launch_s(work) if work.kind == "recurrent" else None
+                device_s = _device_seconds(work, pace, facts.gap_s)
+                cost = OperationCost(launch, device_s, work.kind == "wait", following)
+                cached_costs[in_graph][id(work)] = cost
+            costs.append(cost)
+    return costs
 
 
 class CallCosts(NamedTuple):
@@ -395,7 +421,7 @@ def _find_bounds(trace: Trace) -> PassBounds:
     )
 
 
-_FUSED: MemoryCache[Trace] = MemoryCache(max_entries=64)
+_FUSED: MemoryCache[Trace] = MemoryCache(max_entries=128)
 NOT_FUSED = frozenset(
     {
         *("strategy", "mesh", "micro_batch", "accumulation", "global_batch", "shares", "sync_batchnorm"),

@@ -184,7 +184,7 @@ def read_offload(text: str) -> tuple[Offload, ...]:
     return tuple(member for member in Offload if member.value in words)
 
 
-class Mesh(Noun, frozen=True, kw_only=True):
+class Mesh(Noun, frozen=True, kw_only=True, cache_hash=True):
     """Size of each axis of the device mesh; the product is the number of devices."""
 
     dp_replicate: int = 1
@@ -281,7 +281,7 @@ class Share(Noun, frozen=True, kw_only=True):
         return []
 
 
-class Setting(Noun, frozen=True, kw_only=True):
+class Setting(Noun, frozen=True, kw_only=True, cache_hash=True):
     """Everything that a plan decides.
 
     The global batch is exact: every data-parallel rank runs `accumulation` micro-batches per optimizer step,

@@ -67,7 +67,7 @@ PERMUTED, BROADCAST, PROMOTED, SLICED = 1, 2, 4, 8
 """Bits for what keeps an operation from reading and writing memory sequentially."""
 
 
-class Work(Noun, frozen=True, kw_only=True):
+class Work(Noun, frozen=True, kw_only=True, cache_hash=True):
     """One operation on the device: FLOPs and bytes moved, independent of the device's speed."""
 
     op: str
