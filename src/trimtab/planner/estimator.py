@@ -140,6 +140,8 @@ class TraceEstimator:
     traces: dict[str, Answer] = field(default_factory=dict)
     lines: dict[str, set[int]] = field(default_factory=dict)
     """Traced micro-batches, by everything else that a trace depends on."""
+    on_lines: dict[tuple[str, int], bool] = field(default_factory=dict)
+    """Whether a trace follows from those at so many other micro-batches."""
     derived: dict[str, Answer | None] = field(default_factory=dict)
     """Traces derived from those, or errors."""
     failures_by_family: dict[str, list[TrimtabError]] = field(default_factory=dict)
@@ -200,11 +202,13 @@ class TraceEstimator:
     def _is_on_line(self, part: Setting, device: Device) -> bool:
         """Whether a trace follows from traces of this question at other micro-batches."""
         sizes = self.lines.get(self._line_key(part, device), set())
-        return (
-            part.micro_batch > 1
-            and len(sizes - {1}) > 1
-            and self.is_derivable(part, device, self.changes, sizes)
-        )
+        if part.micro_batch == 1 or len(sizes - {1}) < 2:  # noqa: PLR2004 - a line
+            return False
+        # Deriving a trace takes long, and sizes are only added.
+        key = self._trace_key(part, device), len(sizes)
+        if key not in self.on_lines:
+            self.on_lines[key] = self.is_derivable(part, device, self.changes, sizes)
+        return self.on_lines[key]
 
     def with_changes(self, **changes: int) -> TraceEstimator:
         """Return an estimator of the job with some options changed, with empty results."""
@@ -217,6 +221,7 @@ class TraceEstimator:
             traces={},
             derived={},
             lines={},
+            on_lines={},
             failures_by_family={},
             untimed=set(),
             family_times={},
