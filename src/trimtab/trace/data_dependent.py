@@ -78,12 +78,12 @@ class ValueTracker:
     def __init__(self, assume: Callable[[str], None]) -> None:
         self.assume = assume
         self.results = ResultCache()
-        self._has_ragged = False
+        self.has_ragged = False
         """Whether any tensor has a length that depends on computed values."""
 
     def carry_ragged(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Mark results whose length comes from an input with a length that depends on computed values."""
-        if not self._has_ragged:
+        if not self.has_ragged:
             return
         puts = name.endswith("_") or any(word in name for word in PUT_WORDS)
         inputs = tree_leaves(args[:1] if puts else (args, kwargs))
@@ -100,7 +100,7 @@ class ValueTracker:
         Known masks depend only on the batch, and a measured run uses one batch.
         """
         if not hasattr(mask, "_trimtab_real"):
-            self._has_ragged = True
+            self.has_ragged = True
             setattr(out, RAGGED_ATTRIBUTE, self.count_set(mask))
         return out
 

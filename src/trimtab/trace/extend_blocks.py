@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from itertools import accumulate
+from operator import neg
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.trace.workspace_formulas import count_launches
@@ -68,6 +69,8 @@ def match_blocks(
     `few_kinds` and `more_kinds` are the entries without their sizes, which may grow with the number of
     blocks: they have to agree even if the entries do not.
     """
+    few, more = _number_tokens(few, more)
+    few_kinds, more_kinds = _number_tokens(few_kinds, more_kinds)
     zones: list[Zone] = []
     left, right = 0, 0
     while right < len(more):
@@ -86,6 +89,13 @@ def match_blocks(
     if left < len(few):
         raise BlocksDiffer(f"{len(few) - left} are missing at the end")
     return zones
+
+
+def _number_tokens(few: Sequence[Hashable], more: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+    """Return both lists with a number for each token, which is equal for equal tokens and fast to compare."""
+    numbers: dict[Hashable, int] = {}
+    first, second = ([numbers.setdefault(token, len(numbers)) for token in tokens] for tokens in (few, more))
+    return first, second
 
 
 def _inserted_length(  # noqa: PLR0913, PLR0917 - two lists, as entries and as kinds
@@ -153,8 +163,7 @@ class Program:
         ]
         """Everything about each allocation except its size."""
         # Consecutive frees are sorted, as torch may free in any order.
-        describe = [(str(kind), size) for kind, size in zip(self.kinds, trace.sizes, strict=True)]
-        sort_key = (lambda free: describe[~free]) if reuses else (lambda free: -free)
+        sort_key = self._describe_freed if reuses else neg
         self.entries: list[Entry] = list(_list_entries(trace, sort_key))
         self.positions = {
             entry: at for at, entry in enumerate(self.entries) if isinstance(entry, int) and entry >= 0
@@ -172,6 +181,9 @@ class Program:
             return (entry >= 0, self.kinds[number], sizes[number] if sized else 0)
 
         return [token(entry) for entry in self.entries]
+
+    def _describe_freed(self, free: int) -> tuple[str, int]:
+        return str(self.kinds[~free]), self.trace.sizes[~free]
 
     def block(self, at: int) -> int | None:
         """Return the block that made an allocation."""
@@ -267,6 +279,33 @@ class AllocationRef(NamedTuple):
     """Turns by which the allocation moves for each additional block."""
 
 
+class _Source(NamedTuple):
+    """An entry of the longer trace in a zone, and how its copies differ from it."""
+
+    entry: int
+    reference: AllocationRef | None
+    """What it refers to; None if it frees the latest allocation of its kind."""
+    size: int
+    block: int | None
+    """The block of an allocation in the extended trace, before it is moved by turns."""
+    numbers: dict[int, int] | None
+    """Numbers of allocations at a place of a zone, by turn: this one's place, or the one that it frees. None
+    if it frees an allocation outside of all zones."""
+    turn: int
+    """Turn of the allocation that it frees."""
+    moves: int
+    """Blocks by which an allocation moves for each turn; turns, for a free."""
+
+
+class _Place(NamedTuple):
+    """A place of a zone, with the entries that the longer trace has there."""
+
+    inserted: int
+    """The turn that counts as the inserted one."""
+    sources: dict[int, _Source]
+    """By turn."""
+
+
 class _Extension:
     """Extends one list of blocks from `traced` to `total`."""
 
@@ -295,6 +334,10 @@ class _Extension:
         )
         self._check_trials()
         self.put_before = [0, *accumulate(zone.length for zone in self.zones)]
+        self.begins_in_few = [
+            zone.begin - before for zone, before in zip(self.zones, self.put_before, strict=False)
+        ]
+        """Where each zone was inserted into the shorter trace."""
         self.order: list[int] = []
         self.sources: list[int] = []
         """For each new allocation, the allocation of the longer trace that it copies."""
@@ -303,39 +346,25 @@ class _Extension:
         """The block of each allocation."""
         self.fixed: dict[int, int] = {}
         """Numbers of allocations outside of all zones, by position in the longer trace."""
-        self.repeated: dict[Spot, int] = {}
-        """Numbers of allocations in zones, whose turns run on to `extra`."""
+        self.repeated: dict[tuple[int, int], dict[int, int]] = {}
+        """Numbers of allocations in zones, by zone and place, then by turn; turns run on to `extra`."""
         self.inserted_turns: dict[tuple[int, int], int] = {}
         """By zone and place: the turn that counts as the inserted one."""
         self.marks: dict[str, int] = {}
-        self.spots = [self._find_spot(at) for at in range(len(self.more.entries) + 1)]
+        self.spots = self._list_spots()
         """Place of each position of the longer trace in its zone."""
-        self.copied: dict[int, tuple[bool, AllocationRef | None]] = {}
-        """By position in the longer trace: whether the entry was inserted, and what it refers to."""
+        self.references: dict[int, AllocationRef | None] = {}
+        """What each entry of a zone refers to, by position in the longer trace."""
+        self.places: dict[tuple[int, int], _Place] = {}
+        """By zone and place."""
 
     def extend(self) -> Trace:
         """Return the extended trace."""
         few, more = self.few.trace, self.more.trace
-        for at in range(len(self.more.entries)):
-            spot = self._spot(at)
+        for spot in self.spots:
             if spot is not None and spot.turn == 0:
                 self._locate_insertion(spot)
-        last_turns = {zone.begin: (index, zone.length) for index, zone in enumerate(self.zones)}
-        at = 0
-        while at < len(self.more.entries):
-            spot = self._spot(at)
-            if at in last_turns:
-                index, length = last_turns[at]
-                for turn in range(self.extra + 1):
-                    for place in range(length):
-                        self._repeat_entry(Spot(index, turn, place))
-                at += length
-                continue
-            if spot is not None:
-                self._repeat_entry(spot)
-            else:
-                self._copy_entry(at)
-            at += 1
+        self._copy_entries()
         self._check()
         works, sequence, phases = _extend_works(few, more, self.extra, reuses=self.reuses)
         return more.replace(
@@ -359,6 +388,25 @@ class _Extension:
             host_sizes=_repeat_insertion(few.host_sizes, more.host_sizes, self.extra),
         )
 
+    def _copy_entries(self) -> None:
+        """Copy all entries of the longer trace, and repeat the last turn of each zone."""
+        last_turns = {zone.begin: (index, zone.length) for index, zone in enumerate(self.zones)}
+        at = 0
+        while at < len(self.more.entries):
+            spot = self._spot(at)
+            if at in last_turns:
+                index, length = last_turns[at]
+                places = [self._place(index, place) for place in range(length)]
+                for turn in range(self.extra + 1):
+                    self._repeat_entries(places, turn)
+                at += length
+                continue
+            if spot is not None:
+                self._repeat_entries([self._place(spot.zone, spot.place)], spot.turn)
+            else:
+                self._copy_entry(at)
+            at += 1
+
     def _check_trials(self) -> None:
         """Check that no block repeats what compiled code tries out once, such as kernel configurations."""
         for zone in self.zones:
@@ -377,23 +425,24 @@ class _Extension:
         be another turn for each place: some entries are special at the first turns, others at the last.
         """
         zone = self.zones[last.zone]
-        turns = range((zone.start - zone.begin - last.place + zone.length - 1) // zone.length, 1)
+        turns = self._turns(last.zone, last.place)
+        positions = [zone.begin + turn * zone.length + last.place for turn in turns]
         wrong: BlocksDiffer | None = None
         for inserted in reversed(turns[1:]):
             self.inserted_turns[last.zone, last.place] = inserted
             try:
-                for turn in turns:
-                    self._reference(self._position(last._replace(turn=turn)))
+                for at in positions:
+                    self.references[at] = self._reference(at)
             except BlocksDiffer as error:
                 wrong = wrong or error
             else:
                 return
         raise wrong or BlocksDiffer("no stretch before it is the same")
 
-    def _position(self, spot: Spot) -> int:
-        """Return the position in the longer trace of one of its turns."""
-        zone = self.zones[spot.zone]
-        return zone.begin + spot.turn * zone.length + spot.place
+    def _turns(self, zone_index: int, place: int) -> range:
+        """Return the turns that the longer trace has of a place in a zone."""
+        zone = self.zones[zone_index]
+        return range((zone.start - zone.begin - place + zone.length - 1) // zone.length, 1)
 
     def _zone(self, at: int) -> int:
         """Return the number of zones that begin before a position."""
@@ -412,20 +461,18 @@ class _Extension:
 
     def _position_in_more(self, left: int) -> int:
         """Return the position in the longer trace of an entry of the shorter trace."""
-        count = 0
-        while count < len(self.zones) and self.zones[count].begin <= left + self.put_before[count]:
-            count += 1
-        return left + self.put_before[count]
+        return left + self.put_before[bisect_right(self.begins_in_few, left)]
 
     def _spot(self, at: int) -> Spot | None:
         return self.spots[at] if at >= 0 else None
 
-    def _find_spot(self, at: int) -> Spot | None:
-        index = bisect_right(self.zones, at, key=lambda zone: zone.start) - 1
-        if index < 0 or at >= self.zones[index].end:
-            return None
-        zone = self.zones[index]
-        return Spot(index, *divmod(at - zone.begin, zone.length))
+    def _list_spots(self) -> list[Spot | None]:
+        """Return the place of each position of the longer trace in its zone, and of the end."""
+        spots: list[Spot | None] = [None] * (len(self.more.entries) + 1)
+        for index, zone in enumerate(self.zones):
+            for at in range(zone.start, zone.end):
+                spots[at] = Spot(index, *divmod(at - zone.begin, zone.length))
+        return spots
 
     def _reference(self, at: int) -> AllocationRef | None:
         """Return what an entry refers to: a free to its allocation, an allocation to its block."""
@@ -532,30 +579,80 @@ class _Extension:
         elif entry >= 0 and reference is not None:
             partner = self._partner(at)
             size = self.few.trace.sizes[self.few.number(partner or 0)]
-            self.fixed[at] = self._add_allocation(
-                entry, self._extrapolate(size, self.more.trace.sizes[entry])
-            )
-            self._set_block(self.more.block(at), reference, 0)
+            block = self.more.block(at)
+            if block is not None:
+                block += self.step * self.extra * reference.extra
+            size = self._extrapolate(size, self.more.trace.sizes[entry])
+            if size < 0:
+                raise BlocksDiffer("a size falls below zero")
+            self._add_allocation(entry, size, block)
+            self.fixed[at] = self.order[-1]
         else:
             self._add_free(entry, reference, 0)
 
-    def _repeat_entry(self, spot: Spot) -> None:
-        """Add an entry of a zone; its turn may be one that the longer trace does not have."""
-        inserted = self.inserted_turns[spot.zone, spot.place]
-        more_turns = min(max(0, spot.turn - inserted), self.extra)
-        at = self._position(spot._replace(turn=spot.turn - more_turns))
-        if at not in self.copied:
-            # The same entry is repeated for every additional block.
-            self.copied[at] = self._partner(at) is None, self._reference(at)
-        is_inserted, reference = self.copied[at]
-        copies = more_turns if is_inserted else 0
-        entry = self.more.entries[at]
+    def _place(self, zone_index: int, place: int) -> _Place:
+        """Return the entries at a place of a zone, and how they are copied."""
+        key = zone_index, place
+        if key not in self.places:
+            zone = self.zones[zone_index]
+            turns = self._turns(*key)
+            sources = {turn: self._source(zone.begin + turn * zone.length + place) for turn in turns}
+            self.places[key] = _Place(self.inserted_turns[key], sources)
+        return self.places[key]
+
+    def _source(self, at: int) -> _Source:
+        """Return how copies of an entry of a zone differ from it."""
+        entry, reference = self.more.entries[at], self.references[at]
         assert isinstance(entry, int)  # noqa: S101 - phases begin once
-        if entry >= 0 and reference is not None:
-            self.repeated[spot] = self._add_allocation(entry, self.more.trace.sizes[entry])
-            self._set_block(self.more.block(at), reference, copies)
-        else:
-            self._add_free(entry, reference, copies)
+        if reference is None:
+            return _Source(entry, None, 0, None, None, 0, 0)
+        spot = self._spot(reference.there)
+        numbers = None if spot is None else self.repeated.setdefault((spot.zone, spot.place), {})
+        if entry < 0:
+            turn = 0 if spot is None else spot.turn + self.extra * reference.extra
+            return _Source(entry, reference, 0, None, numbers, turn, reference.turns)
+        block = self.more.block(at)
+        if block is not None:
+            block += self.step * self.extra * reference.extra
+        moves = self.step * reference.turns
+        return _Source(entry, reference, self.more.trace.sizes[entry], block, numbers, 0, moves)
+
+    def _repeat_entries(self, places: list[_Place], turn: int) -> None:
+        """Add entries of a zone for a turn, which may be one that the longer trace does not have."""
+        extra, order, sizes, names = self.extra, self.order, self.sizes, self.names
+        for place in places:
+            copies = turn - place.inserted
+            if 0 < copies <= extra:
+                # The inserted entry is repeated for every additional block.
+                source = place.sources[place.inserted]
+            else:
+                source = place.sources[turn - extra if copies > 0 else turn]
+                copies = 0
+            entry, reference, size, block, numbers, freed_turn, moves = source
+            if numbers is None:
+                self._add_free(entry, reference, copies)
+            elif entry >= 0:
+                numbers[turn] = number = len(sizes)
+                sizes.append(size)
+                self.sources.append(entry)
+                names.append(None if block is None else block + copies * moves)
+                order.append(number)
+                if self.reuses:
+                    self.alive.setdefault(self._describe(entry), []).append(number)
+            else:
+                freed = numbers.get(freed_turn + copies * moves)
+                if freed is None:
+                    raise BlocksDiffer("a free comes before its allocation")
+                order.append(~freed)
+
+    def _add_allocation(self, source: int, size: int, block: int | None) -> None:
+        number = len(self.sizes)
+        self.sizes.append(size)
+        self.sources.append(source)
+        self.names.append(block)
+        self.order.append(number)
+        if self.reuses:
+            self.alive.setdefault(self._describe(source), []).append(number)
 
     def _add_free(self, entry: int, reference: AllocationRef | None, turn: int) -> None:
         """Free what an entry of the longer trace refers to, or the latest allocation of its kind."""
@@ -571,10 +668,6 @@ class _Extension:
         """Return everything about an allocation of the longer trace."""
         return self.more.kinds[number], self.more.trace.sizes[number]
 
-    def _set_block(self, block: int | None, reference: AllocationRef, turn: int) -> None:
-        moved = turn * reference.turns + self.extra * reference.extra
-        self.names[-1] = None if block is None else block + self.step * moved
-
     def _target(self, reference: AllocationRef, turn: int) -> int:
         """Return the number of the allocation that is referred to."""
         spot = self._spot(reference.there)
@@ -583,7 +676,7 @@ class _Extension:
             number = self._find_outside(reference, turn)
         else:
             there = spot.turn + turn * reference.turns + self.extra * reference.extra
-            number = self.repeated.get(spot._replace(turn=there))
+            number = self.repeated.get((spot.zone, spot.place), {}).get(there)
         if number is None:
             raise BlocksDiffer("a free comes before its allocation")
         return number
@@ -596,46 +689,44 @@ class _Extension:
         is_equal = 0 <= number < len(kinds) and (kinds[number], sizes[number]) == (kinds[last], sizes[last])
         return self.fixed.get(self.more.positions.get(number, -1)) if is_equal else None
 
-    def _add_allocation(self, source: int, size: int) -> int:
-        if size < 0:
-            raise BlocksDiffer("a size falls below zero")
-        number = len(self.sizes)
-        self.sizes.append(size)
-        self.sources.append(source)
-        self.names.append(self.more.numbers[self.more.trace.modules[source]])
-        self.order.append(number)
-        if self.reuses:
-            self.alive.setdefault(self._describe(source), []).append(number)
-        return number
-
     def _check(self) -> None:
         """Check that nothing is freed twice or before its allocation."""
         alive: set[int] = set()
-        for number in self.order:
-            if number >= 0:
-                alive.add(number)
-            elif ~number in alive:
-                alive.remove(~number)
-            else:
-                raise BlocksDiffer("something is freed twice")
+        allocate, free = alive.add, alive.remove
+        try:
+            for number in self.order:
+                if number >= 0:
+                    allocate(number)
+                else:
+                    free(~number)
+        except KeyError:
+            raise BlocksDiffer("something is freed twice") from None
 
     def _columns(self) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
         trace = self.more.trace
         names: dict[str, int] = {}
+        moved: dict[tuple[int, int | None], int] = {}
         modules = []
         for source, block in zip(self.sources, self.names, strict=True):
-            name = trace.module_names[trace.modules[source]]
-            number = _block_number(name, self.blocks)
-            if number is not None and block is not None:
-                name = f"{self.blocks}.{block}{name[len(f'{self.blocks}.{number}') :]}"
-            modules.append(names.setdefault(name, len(names)))
+            key = trace.modules[source], block
+            if key not in moved:
+                moved[key] = names.setdefault(self._rename(*key), len(names))
+            modules.append(moved[key])
         return {
-            "streams": tuple(trace.streams[source] for source in self.sources),
-            "parts": tuple(trace.parts[source] for source in self.sources),
-            "ops": tuple(trace.ops[source] for source in self.sources),
+            "streams": tuple(map(trace.streams.__getitem__, self.sources)),
+            "parts": tuple(map(trace.parts.__getitem__, self.sources)),
+            "ops": tuple(map(trace.ops.__getitem__, self.sources)),
             "modules": tuple(modules),
             "module_names": tuple(names),
         }
+
+    def _rename(self, module: int, block: int | None) -> str:
+        """Return the name of a module of the longer trace in another block."""
+        name = self.more.trace.module_names[module]
+        number = self.more.numbers[module]
+        if number is None or block is None:
+            return name
+        return f"{self.blocks}.{block}{name[len(f'{self.blocks}.{number}') :]}"
 
     def _causes(self) -> dict[str, tuple[tuple[int, int], ...]]:
         causes = dict(self.more.trace.caused)
@@ -717,10 +808,11 @@ def _extend_works(
     while at < len(lists[1]):
         items = lists[1][at]
         if at in zones:
-            stretch = [work for work in lists[1][at : at + zones[at]] if not isinstance(work, str)]
-            for _ in range(extra + 1):
-                for work in stretch:
+            begin = len(sequence)
+            for work in lists[1][at : at + zones[at]]:
+                if not isinstance(work, str):
                     put(work)
+            sequence += sequence[begin:] * extra
             at += zones[at]
             continue
         other = lists[0][left]

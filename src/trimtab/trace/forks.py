@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 
 MAX_FORKS = 2
 """Forks at a time, if there are as many cores; a fork may start as many of its own."""
+CHECK_S = 0.2
+"""Time between two checks of the limits of forks."""
 PAUSE_S = 0.02
+"""Time between two looks for an ended fork, on systems that do not report it."""
 
 Task = Any
 """A function that takes a SendAnswer function and calls it."""
@@ -48,6 +52,8 @@ class Fork:
     answer: IO[bytes]
     errors: IO[bytes]
     ends_at: float
+    descriptor: int | None
+    """File descriptor of the process, which is readable when it ends; None if the system has none."""
     failure: TrimtabError | None = None
     """Why we killed it, if we did."""
 
@@ -85,12 +91,37 @@ def run_forked(
         ended = [(fork, status) for fork in running if (status := _exit_code(fork)) is not None]
         for fork, status in ended:
             running.remove(fork)
+            if fork.descriptor is not None:
+                os.close(fork.descriptor)
             answer = _read_answer(fork, status, given)
             if waiting:
                 learn(answer)
             yield fork.number, answer
         if not ended:
-            time.sleep(PAUSE_S)
+            _wait_for_end(running)
+
+
+def _open_process(pid: int) -> int | None:
+    """Return a file descriptor of a process, which is readable when it ends; None without Linux 5.3."""
+    pidfd_open = getattr(os, "pidfd_open", None)
+    if pidfd_open is None:
+        return None
+    try:
+        return int(pidfd_open(pid))
+    except OSError:
+        return None
+
+
+def _wait_for_end(running: list[Fork]) -> None:
+    """Wait until a fork ends or the limits have to be checked; without descriptors, only for a moment."""
+    if any(fork.descriptor is None for fork in running):
+        time.sleep(PAUSE_S)
+        return
+    poll = select.poll()
+    for fork in running:
+        if fork.descriptor is not None:
+            poll.register(fork.descriptor, select.POLLIN)
+    poll.poll(1000 * CHECK_S)
 
 
 def _start_fork(number: int, task: Task, timeout_s: float) -> Fork:
@@ -101,7 +132,7 @@ def _start_fork(number: int, task: Task, timeout_s: float) -> Fork:
     parent = os.getpid()
     pid = os.fork()
     if pid:
-        return Fork(number, pid, answer, errors, time.monotonic() + timeout_s)
+        return Fork(number, pid, answer, errors, time.monotonic() + timeout_s, _open_process(pid))
     code = 1
     try:
         end_with_parent(parent)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.catalog.devices import parse_capability
 from trimtab.trace import attention, convolution, fake_ops, packed_attention, recurrent, workspaces
@@ -136,9 +137,12 @@ def _count_tensor_arguments(operation: Any) -> int:
 
 def _is_eligible(value: Any) -> bool:
     """Whether autocast on CUDA changes the dtype of an argument."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return value.is_cuda and value.is_floating_point() and value.dtype is not torch.float64
+    if type(value) is FakeTensor and not value.fake_mode.in_kernel_invocation:
+        # torch would dispatch an operation to find the device of a fake tensor.
+        is_cuda = value.fake_device.type == "cuda"
+    else:
+        is_cuda = isinstance(value, torch.Tensor) and value.is_cuda
+    return is_cuda and value.is_floating_point() and value.dtype is not torch.float64
 
 
 def _is_cached(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -229,6 +233,7 @@ class Kernels:
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on fake tensors, including those that FakeTensorMode does not support."""
+        self.values.results.current = None
         rule = fake_ops.RESULTS.get(name)
         sparse = fake_ops.make_sparse_result(name, args, self.assume) if name in fake_ops.SPARSE_OPS else None
         if sparse is not None:
@@ -262,7 +267,9 @@ class Kernels:
         if gpu_rule is not None:
             return gpu_rule(args, out, self.capability)
         rule = workspaces.RULES.get(name)
-        requests = rule(args, out) if rule else []
+        if rule is None:
+            return []
+        requests = rule(args, out)
         return self._drop_known_searches(requests) if torch.backends.cudnn.benchmark else requests
 
     def _drop_known_searches(
@@ -286,12 +293,14 @@ class Kernels:
             return workspaces.dropout_state_bytes(
                 self.target.multiprocessors or convolution.reference_multiprocessors()
             )
+        if name not in CUBLAS_OPS:
+            return 0
         thread = threading.get_ident()
         persistent = 0
         if name in (SCALED_PRODUCT, BLOCK_PRODUCT) and thread not in self._scaled_threads:
             self._scaled_threads.add(thread)
             persistent = workspaces.CUBLAS_LT
-        if name not in CUBLAS_OPS or thread in self._cublas_threads:
+        if thread in self._cublas_threads:
             return persistent
         self._cublas_threads.add(thread)
         return persistent + workspaces.cublas_workspace_bytes(self.capability)

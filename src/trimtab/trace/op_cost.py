@@ -42,7 +42,7 @@ from trimtab.trace.recurrent import read_extent
 from trimtab.trace.workspace_formulas import count_launches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
 
 NO_LAUNCH_OPS = {
     f"aten::{name}"
@@ -170,6 +170,13 @@ def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
     if "_foreach_" in name or "_fused_" in name or "_amp_foreach" in name:
         return _describe_multi_tensor(name, args, inputs, results, written)
     return _describe_elementwise(name, args, inputs, results, written)
+
+
+def read_work_state(name: str) -> Hashable:
+    """Return what the work of an operation depends on besides its arguments: torch's flags for TF32."""
+    if name in _RULES or "attention" in name:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    return None
 
 
 COPIES = {"aten::copy_", "aten::_to_copy"}

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -26,7 +26,8 @@ from trimtab.spec import Work
 from trimtab.spec.trace import EMPTY_CACHE, ENTER, GRADIENT, LEAVE, SEARCH, UPDATE_CALL, ZERO_GRADIENTS
 from trimtab.trace.fake_cuda import FakeStream
 from trimtab.trace.fake_ops import PARTS_ATTRIBUTE, is_sparse, list_storage_tensors
-from trimtab.trace.op_cost import FIND_POSITIONS, describe_work, needs_positions
+from trimtab.trace.op_cost import FIND_POSITIONS, describe_work, needs_positions, read_work_state
+from trimtab.trace.packed_attention import PACKED_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -59,13 +60,24 @@ DEVICE = torch.ops.prim.device.default
 META = torch.device("meta")
 
 
-@functools.cache
+class OpTraits(NamedTuple):
+    """What the recorder has to know about an operation."""
+
+    func: Any
+    """The operation. It is kept alive, so that its id is not that of another one."""
+    name: str
+    """Its name, without its overload."""
+    is_skipped: bool
+    is_view: bool
+    has_own_works: bool
+    """Whether its works follow from the layouts of its arguments, and not from values."""
+
+
 def find_op_name(func: Any) -> str:
     """Return the name of an operation, without its overload."""
     return str(func.name().partition(".")[0]) if hasattr(func, "name") else str(func)
 
 
-@functools.cache
 def is_view_op(func: Any) -> bool:
     """Whether an operation only returns an input or a view of it, and so allocates nothing.
 
@@ -76,6 +88,29 @@ def is_view_op(func: Any) -> bool:
         # A kernel that writes to an `out` argument may still request a workspace.
         return False
     return any(result.alias_info is not None for result in schema.returns)
+
+
+TRAITS: dict[int, OpTraits] = {}
+"""Traits of operations by their ids: their own hash is slow."""
+
+
+def read_traits(func: Any) -> OpTraits:
+    """Return what the recorder has to know about an operation."""
+    traits = TRAITS.get(id(func))
+    if traits is None:
+        name = find_op_name(func)
+        traits = TRAITS[id(func)] = OpTraits(
+            func, name, name in SKIPPED_OPS, is_view_op(func), name not in PACKED_OPS
+        )
+    return traits
+
+
+@functools.cache
+def has_wrapper(types: tuple[type, ...]) -> bool:
+    """Whether one of several types of tensors wraps others, such as DTensor."""
+    return any(
+        not issubclass(type_, PLAIN_TYPES) and is_traceable_wrapper_subclass_type(type_) for type_ in types
+    )
 
 
 CALL_WORK = Work(op="call", kind="call", dtype="", kernels=0)
@@ -101,11 +136,32 @@ def is_tracked_by_autograd(args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     """Return whether autograd records a node for an operation of the forward pass."""
     if not torch.is_grad_enabled():
         return False
-    return any(
-        isinstance(part, torch.Tensor) and part.requires_grad
-        for value in (*args, *kwargs.values())
-        for part in (value if isinstance(value, (list, tuple)) else (value,))
-    )
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, (list, tuple)) and any(
+            isinstance(part, torch.Tensor) and part.requires_grad for part in value
+        ):
+            return True
+    return False
+
+
+def mark_untracked(works: list[Work]) -> list[Work]:
+    """Return the works of an operation for which autograd records no node."""
+    return [
+        work.replace(untracked=True) if work.kernels and work.kind != "optimizer" else work for work in works
+    ]
+
+
+def list_result_tensors(out: Any) -> list[torch.Tensor]:
+    """Return the tensors that own the memory of the results of an operation."""
+    return [
+        part
+        for leaf in ((out,) if type(out) is FakeTensor else tree_leaves(out))
+        if isinstance(leaf, torch.Tensor)
+        for part in list_storage_tensors(leaf)
+    ]
 
 
 class Recorder(TorchDispatchMode):
@@ -242,13 +298,11 @@ class Recorder(TorchDispatchMode):
 
     def run_operation(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on fake tensors, and record it."""
-        name = find_op_name(func)
-        if self.paused or name in SKIPPED_OPS:
+        traits = read_traits(func)
+        name = traits.name
+        if self.paused or traits.is_skipped:
             return func(*args, **kwargs)
-        if any(
-            not issubclass(type_, PLAIN_TYPES) and is_traceable_wrapper_subclass_type(type_)
-            for type_ in types
-        ):
+        if types != PLAIN_TYPES and has_wrapper(tuple(types)):
             # A wrapper such as DTensor: it calls the operation again with its local tensor.
             return NotImplemented
         try:
@@ -259,15 +313,34 @@ class Recorder(TorchDispatchMode):
                     setattr(error, OPERATION, name)
             raise
         if self.records_work:
-            is_untracked = not self._is_in_engine() and not is_tracked_by_autograd(args, kwargs)
-            for work in list_works(func, name, args, kwargs, out):
-                marked = is_untracked and work.kernels and work.kind != "optimizer"
-                self.add_work(work.replace(untracked=True) if marked else work)
+            works, untracked = self._list_works(traits, args, kwargs, out)
+            if works and not self._is_in_engine() and not is_tracked_by_autograd(args, kwargs):
+                works = untracked
+            for work in works:
+                self.add_work(work)
         if name == "aten::add" and is_called_by_autograd() and self.reuse_memory(args[0], out):
             return out
-        if not is_view_op(func) or is_sparse(out):
+        if not traits.is_view or is_sparse(out):
             self.record_op(name, args, out)
         return out
+
+    def _list_works(
+        self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> tuple[list[Work], list[Work]]:
+        """Return what an operation does on the device, if autograd tracks it and if not.
+
+        An operation that was described before with arguments of the same layouts is not described again.
+        """
+        values = self.kernels.values
+        call = values.results.current
+        if call is None or not traits.has_own_works or values.has_ragged:
+            works = list_works(traits.func, traits.name, args, kwargs, out)
+            return works, mark_untracked(works)
+        state = read_work_state(traits.name)
+        if call.works is None or call.state != state:
+            works = list_works(traits.func, traits.name, args, kwargs, out)
+            call.works, call.state = (works, mark_untracked(works)), state
+        return call.works
 
     def record_op(
         self,
@@ -283,15 +356,13 @@ class Recorder(TorchDispatchMode):
         `leaves` are its results and `requests` what it asks for, if they are known.
         """
         if leaves is None:
-            leaves = [
-                part
-                for leaf in tree_leaves(out)
-                if isinstance(leaf, torch.Tensor)
-                for part in list_storage_tensors(leaf)
-            ]
-        results = deque(self._select_new(leaves))
+            leaves = list_result_tensors(out)
+        if requests is None:
+            requests = self.kernels.list_requests(name, args, out)
+        # Without requests, each result is looked up only once.
+        results = deque(self._select_new(leaves) if requests else leaves)
         workspaces = []
-        for request in self.kernels.list_requests(name, args, out) if requests is None else requests:
+        for request in requests:
             if request.kind == "result":
                 self._record_result(results.popleft() if results else None, name)
             elif request.kind == "last result":
@@ -304,11 +375,15 @@ class Recorder(TorchDispatchMode):
                 self.add_temporary(request.size, name, request.cause)
         for leaf in results:
             self._record_result(leaf, name)
+        self._record_persistent(name, args)
+        self.order.extend(~number for number in workspaces)
+
+    def _record_persistent(self, name: str, args: tuple[Any, ...]) -> None:
+        """Record what a library allocates at this operation and never frees."""
         persistent = self.kernels.persistent_bytes(name, args)
         if persistent:
             library = "cuDNN" if name == "aten::_cudnn_rnn" else "cuBLAS"
             self._add_allocation(persistent, "workspace", library)
-        self.order.extend(~number for number in workspaces)
 
     def record_search(self, request: MemoryRequest) -> None:
         """Record the largest trial of cuDNN that fits beside what is live; torch then empties its cache."""

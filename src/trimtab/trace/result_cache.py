@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from trimtab.spec import Work
+
 TENSOR_TYPES = ("Tensor", "List[Tensor]")
 UNCACHED_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+META = torch.device("meta")
 PLAIN_TYPES = {
     *(bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 }
@@ -65,8 +68,46 @@ class CannotCache(Exception):  # noqa: N818 - not an error: the operation runs a
     """An argument or a result of an operation has more than a layout."""
 
 
-SHARED: dict[Hashable, CachedResult] = {}
+Results = dict[Any, dict[Any, CachedResult]]
+"""Results by operation, then by the layouts of its arguments."""
+SHARED: Results = {}
 """Results that forks of this process have packed."""
+
+
+class Call:
+    """All calls of an operation with arguments of the same layouts."""
+
+    __slots__ = ("is_known", "result", "state", "works")
+
+    def __init__(self, result: CachedResult | None) -> None:
+        self.result = result
+        """None if it is not known, or cannot be cached."""
+        self.is_known = result is not None
+        """Whether `result` is known, even if it cannot be cached."""
+        self.works: tuple[list[Work], list[Work]] | None = None
+        """What the calls do on the device, if that was described: tracked by autograd, and untracked."""
+        self.state: Hashable = None
+        """What else `works` depends on."""
+
+
+class Operation:
+    """An operation, and its calls by the layouts of their arguments."""
+
+    __slots__ = ("calls", "func", "kind", "shared")
+
+    def __init__(self, func: Any, shared: dict[Any, CachedResult]) -> None:
+        self.func = func
+        self.kind = find_result_kind(func)
+        self.shared = shared
+        """Results that other processes have found."""
+        self.calls: dict[Hashable, Call] = {}
+
+    def find_call(self, key: Hashable) -> Call:
+        """Return the calls with arguments of these layouts."""
+        call = self.calls.get(key)
+        if call is None:
+            call = self.calls[key] = Call(self.shared.get(key))
+        return call
 
 
 class ResultCache:
@@ -74,53 +115,75 @@ class ResultCache:
 
     def __init__(self) -> None:
         self.hits = 0
-        self._kinds: dict[Any, ResultKind | None] = {}
-        self._results: dict[Hashable, CachedResult | None] = dict(SHARED)
+        self.current: Call | None = None
+        """The last call, if its result follows from the layouts of its arguments alone."""
+        self._shared: Results = {func: dict(results) for func, results in SHARED.items()}
+        self._operations: dict[int, Operation] = {}
+        """By the id of torch's operation: its own hash is slow."""
 
     def pack_results(self) -> bytes:
         """Return the results that this process does not share yet, for `share_results` in another process."""
-        new = {
-            key: result
-            for key, result in self._results.items()
-            if isinstance(result, CachedResult) and key not in SHARED
-        }
+        new: Results = {}
+        for operation in self._operations.values():
+            shared = SHARED.get(operation.func, {})
+            results = {
+                key: call.result
+                for key, call in operation.calls.items()
+                if call.result is not None and key not in shared
+            }
+            if results:
+                new[operation.func] = results
         return pack_results(new)
 
     def add_results(self, packed: bytes) -> None:
         """Add what a fork of this process has packed."""
         if packed:
-            self._results.update(unpack_results(packed))
+            _merge_results(self._shared, unpack_results(packed))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, or make its results from those of an equal call."""
-        kind = self._kinds.get(func, func)
-        if kind is func:
-            kind = self._kinds[func] = find_result_kind(func)
+        operation = self._operations.get(id(func))
+        if operation is None:
+            operation = Operation(func, self._shared.setdefault(func, {}))
+            self._operations[id(func)] = operation
+        kind = operation.kind
         if kind is None or torch.is_inference_mode_enabled():
             return func(*args, **kwargs)
         tensors: list[FakeTensor] = []
         try:
-            key = (
-                func,
-                torch.get_default_dtype(),
-                describe_value(args, tensors),
-                describe_value(tuple(kwargs.items()), tensors),
-            )
+            named = describe_value(tuple(kwargs.items()), tensors) if kwargs else ()
+            key = torch.get_default_dtype(), describe_value(args, tensors), named
         except CannotCache:
             return func(*args, **kwargs)
         if not tensors or tensors[0].fake_mode.in_kernel_invocation:
             return func(*args, **kwargs)
-        result = self._results.get(key, self)
-        if isinstance(result, CachedResult):
+        call = operation.find_call(key)
+        if call.result is not None:
             self.hits += 1
-            return _make_results(result, kind, tensors[0])
-        out = func(*args, **kwargs)
-        if result is self:
-            self._results[key] = _describe_results(out, kind, tensors)
+            out = _make_results(call.result, kind, tensors[0])
+        else:
+            out = func(*args, **kwargs)
+            if not call.is_known:
+                call.is_known, call.result = True, _describe_results(out, kind, tensors)
+        if call.result is not None and _shows_works(kind, tensors):
+            self.current = call
         return out
 
 
-def pack_results(results: dict[Hashable, CachedResult]) -> bytes:
+def _shows_works(kind: ResultKind, tensors: list[FakeTensor]) -> bool:
+    """Whether the works of a call follow from the layouts: a tensor may be given twice, and changed."""
+    if kind is ResultKind.FIRST:
+        first = tensors[0]
+        return all(tensor is not first for tensor in tensors[1:])
+    return kind is ResultKind.TENSORS
+
+
+def _merge_results(results: Results, more: Results) -> None:
+    for func, added in more.items():
+        results.setdefault(func, {}).update(added)
+
+
+def pack_results(results: Results) -> bytes:
     """Return results as bytes; empty if one of them is bound to this process."""
     packed = io.BytesIO()
     pickler = pickle.Pickler(packed)
@@ -133,16 +196,16 @@ def pack_results(results: dict[Hashable, CachedResult]) -> bytes:
     return packed.getvalue()
 
 
-def unpack_results(packed: bytes) -> dict[Hashable, CachedResult]:
+def unpack_results(packed: bytes) -> Results:
     """Return the results that a fork of this process has packed."""
-    results: dict[Hashable, CachedResult] = pickle.loads(packed)  # noqa: S301 - a fork wrote it
+    results: Results = pickle.loads(packed)  # noqa: S301 - a fork wrote it
     return results
 
 
 def share_results(packed: bytes) -> None:
     """Give the results of a fork to the next forks of this process."""
     if packed:
-        SHARED.update(unpack_results(packed))
+        _merge_results(SHARED, unpack_results(packed))
 
 
 def _reduce_operation(operation: OpOverload) -> tuple[Any, ...]:
@@ -182,7 +245,12 @@ def describe_value(value: Any, tensors: list[FakeTensor]) -> Hashable:
         # 1, 1.0 and True are equal, and give other dtypes.
         return kind, value
     if kind is tuple or kind is list:
-        return kind, tuple([describe_value(item, tensors) for item in value])
+        return kind, tuple(
+            [
+                (type(item), item) if type(item) in PLAIN_TYPES else describe_value(item, tensors)
+                for item in value
+            ]
+        )
     raise CannotCache
 
 
@@ -238,10 +306,10 @@ def _make_results(result: CachedResult, kind: ResultKind, first: FakeTensor) -> 
     with torch._C._DisableTorchDispatch():
         for shape, stride, offset, dtype, device, is_view in result.layouts:
             if is_view:
-                meta = torch.empty((0,), dtype=dtype, device="meta")
+                meta = torch.empty((0,), dtype=dtype, device=META)
                 meta.set_(first.untyped_storage(), offset, shape, stride)
             else:
-                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                meta = torch.empty_strided(shape, stride, dtype=dtype, device=META)
             made.append(_make_fake(mode, meta, device))
     return made[0] if result.container is None else result.container(made)
 
@@ -253,13 +321,16 @@ _BLANKS: dict[torch.device, tuple[FakeTensorMode, dict[str, Any]]] = {}
 def _make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
     """Return a new fake tensor, as its class makes it, without the checks of arguments after the first."""
     blank_mode, blank = _BLANKS.get(device, (None, {}))
-    if blank_mode is not mode or mode._allow_unsafe_data_ptr_access:
+    if blank_mode is not mode:
         made = FakeTensor(mode, meta, device)
         _BLANKS[device] = mode, dict(made.__dict__)
         return made
     tensor: Any = torch.Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
     tensor.__dict__.update(blank)
     return tensor
