@@ -15,6 +15,7 @@ import pytest
 import trimtab
 from trimtab.catalog.tables import devices, public_steps
 from trimtab.errors import WrongUse
+from trimtab.exams.finetuning import FineTuning, TunedDecoder
 from trimtab.exams.outside import (
     FAR_STEP,
     MEMORY,
@@ -35,6 +36,9 @@ from trimtab.exams.replays import make_request, replay_row
 from trimtab.planner.layout_plans import LayoutModel, LayoutStudy, study_layouts
 from trimtab.planner.layouts import OWN
 from trimtab.predict.estimate import describe_public_steps
+from trimtab.predict.memory import estimate_memory
+from trimtab.spec import Trace
+from trimtab.trace.tracer import trace_settings
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,7 @@ def step_of(gpus: int) -> str:
         ("NeMo", FAR_STEP, 0.12),
         ("torchtitan", STEP, 0.08),
         ("torchtitan", FAR_STEP, 0.11),
+        ("torchtitan", "reserved", 0.05),
     ],
 )
 def test_predictions_are_as_near_as_the_documentation_says(
@@ -247,6 +252,61 @@ def test_a_recipe_sets_the_options_of_the_job() -> None:
     sharded, _ = make_request(make_row(gpus=2, global_batch=8, strategy="fsdp"))
     assert sharded.setting.mesh.dp_shard == 2
     assert sharded.setting.accumulation == 2
+
+
+def test_a_base_in_4_bits_changes_the_options_of_a_recipe() -> None:
+    rows = [row for row in read_rows() if row.is_job and row.model == "llama-3-8b"]
+    tuned = next(row for row in rows if row.trainer == "torchtune" and row.base)
+    request, beside = make_request(tuned)
+    assert (request.overrides["chunks"], request.overrides["keeps_head"]) == (8, True)
+    # Compiled graphs of trimtab keep the 16-bit copies of such layers, and those of torchtune do not.
+    assert request.overrides["compiled_blocks"] is False
+    assert beside["compile"] is True
+    plain, _ = make_request(msgspec.structs.replace(tuned, base=""))
+    assert plain.overrides["compiled_blocks"] is True
+    assert "keeps_head" not in plain.overrides
+
+
+def test_a_head_and_its_chunks_follow_the_options_of_the_job() -> None:
+    job = FineTuning()
+    job.layers, job.width, job.heads, job.feed_forward, job.vocabulary, job.seq = 1, 32, 2, 64, 64, 16
+    assert TunedDecoder(job).get_output_embeddings() is None
+    job.chunks, job.keeps_head = 4, True
+    model = TunedDecoder(job)
+    assert model.chunk == 4
+    assert model.get_output_embeddings() is model.head
+
+
+def test_blocks_compiled_on_their_own_keep_less_than_eager_ones() -> None:
+    row = next(row for row in read_rows() if row.trainer == "torchtune" and row.recompute == "none")
+    request, _ = make_request(row)
+    small = {"layers": 2, "width": 512, "heads": 4, "feed_forward": 2048, "vocabulary": 1024, "seq": 1024}
+    peaks = []
+    for compiled in (False, True):
+        options = request.overrides | small | {"key_value_heads": 2, "compiled_blocks": compiled}
+        (trace,) = trace_settings(request.job, [request.setting], request.device, overrides=options)
+        assert isinstance(trace, Trace)
+        peaks.append(estimate_memory(trace).allocated_bytes)
+    assert peaks[1] < 0.8 * peaks[0]
+
+
+def test_memory_of_torchtune_without_recomputation_is_predicted(result: OutsideResult) -> None:
+    """The loss in chunks is compiled; the whole loss ran eagerly, as the recipe drops its compiled form."""
+    rows = [answer for answer in result.answers if answer.source == "torchtune" and "none" in answer.row]
+    assert len(rows) == 2
+    for answer in rows:
+        assert answer.predicted["active"] == pytest.approx(answer.measured["active"], rel=0.01)
+    score = next(score for score in result.scores if (score.source, score.figure) == ("torchtune", "active"))
+    assert score.mean is not None
+    assert score.mean < 0.05
+
+
+def test_rows_of_fsdp_qlora_have_the_layers_and_seconds_of_the_source() -> None:
+    """Each table has the seconds of 1,024 samples; the tokens per second of its text are those of one GPU."""
+    rows = [row for row in read_rows() if row.source == "fsdp_qlora"]
+    assert {row.targets for row in rows} == {"q,k,v,mlp"}
+    (long,) = (row for row in rows if row.model == "mistral-7b")
+    assert long.step_s == pytest.approx(7809 / (1024 / long.global_batch), rel=1e-3)
 
 
 def test_jobs_that_ran_out_of_memory_are_predicted_to(result: OutsideResult) -> None:

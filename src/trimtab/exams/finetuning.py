@@ -107,6 +107,12 @@ class JointAdapter(nn.Module):
         return out + adapted
 
 
+@torch.compiler.disable
+def attend_eagerly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attend outside of the compiled graphs, as torchtune does for packed samples."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class RotaryAttention(_Part):
     """Attention with one projection for queries, keys and values, and keys repeated for groups of queries."""
 
@@ -114,7 +120,7 @@ class RotaryAttention(_Part):
         super().__init__(job)
         self.heads, self.groups, self.size = job.heads, job.key_value_heads or job.heads, job.find_head_size()
         self.turned = int(job.rotary_share * self.size)
-        self.cap = job.cap
+        self.cap, self.compiled_blocks = job.cap, job.compiled_blocks
         width, narrow = self.size * self.heads, self.size * self.groups
         bias = job.biased or job.qkv_biased
         if job.joint:
@@ -141,6 +147,8 @@ class RotaryAttention(_Part):
             v = v.repeat_interleave(self.heads // self.groups, 1)
         if self.cap:
             y = self._attend_capped(q, k, v)
+        elif self.compiled_blocks:
+            y = attend_eagerly(q, k, v)
         else:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.call(self.proj, y.transpose(1, 2).reshape(samples, length, wide))
@@ -202,6 +210,11 @@ class TunedBlock(nn.Module):
         return (self.after[1](fed) if self.after else fed) + x
 
 
+def _keep_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that autograd keeps, as it is."""
+    return tensor
+
+
 class TunedDecoder(nn.Module):
     """A decoder whose loss is computed in chunks of tokens."""
 
@@ -209,11 +222,13 @@ class TunedDecoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(job.vocabulary, job.width)
         self.blocks = nn.ModuleList(TunedBlock(job) for _ in range(job.layers))
+        self.keeps_head, self.logits_stay = job.keeps_head, job.logits_stay
         self.norm = job.make_norm()
         self.head = nn.Linear(job.width, job.vocabulary, bias=job.head_biased)
         if job.tied:
             self.head.weight = self.embedding.weight
-        self.chunk, self.upcast, self.shifted = job.chunk, job.upcast, job.shifted
+        self.chunk = job.seq // job.chunks if job.chunks else job.chunk
+        self.upcast, self.shifted = job.upcast, job.shifted
         self.final_cap, self.fused_loss = job.final_cap, job.fused_loss
         self.wide_stream = job.wide_stream
         if job.wide_stream:
@@ -228,12 +243,23 @@ class TunedDecoder(nn.Module):
             table = torch.ones(1, 1, job.seq, turned, dtype=torch.float32)
             self.register_buffer(name, table, persistent=False)
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the head if a 4-bit base leaves it as it is."""
+        return self.head if self.keeps_head else None
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         cos, sin = self.cos.float(), self.sin.float()
         for block in self.blocks:
             x = block(x, cos, sin)
         x = self.norm(x)
+        if self.logits_stay:
+            with torch.autograd.graph.saved_tensors_hooks(_keep_saved, _keep_saved):
+                return self._find_loss(x, tokens)
+        return self._find_loss(x, tokens)
+
+    def _find_loss(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the last hidden states, chunk by chunk."""
         size = self.chunk or x.shape[1]
         logits = [self._cap(self.head(part)) for part in x.split(size, 1)]
         if self.fused_loss:
@@ -289,11 +315,19 @@ class FineTuning(Job):
     dropout = 0.0
     """Of the adapters' inputs."""
     chunk = 0
-    """Tokens whose logits and loss are computed at once; 0: all."""
+    """Tokens of each sample whose logits and loss are computed at once; 0: all."""
+    chunks = 0
+    """Chunks of a sample whose logits and loss are computed one after the other, whatever its length."""
+    compiled_blocks = False
+    """Whether each block is compiled on its own, and attention is called between its graphs."""
+    keeps_head = False
+    """Whether the head stays in 16 bits beside a base in 4 bits."""
     upcast = False
     """Whether logits are converted to float32 before the loss."""
     fused_loss = False
     """Whether the loss is compiled."""
+    logits_stay = False
+    """Whether what the head and the loss keep stays on the device when activations are offloaded."""
     shifted = False
     """Whether logits are copied without their last token."""
     joint = True
@@ -333,6 +367,10 @@ class FineTuning(Job):
                 self._add_adapters(model)
         finally:
             torch.set_default_dtype(usual)
+        if self.compiled_blocks:
+            for block in model.blocks:
+                # Checkpoints wrap it later, so that a compiled forward pass is computed again.
+                block.forward = torch.compile(block.forward)
         return model
 
     def _add_adapters(self, model: nn.Module) -> None:

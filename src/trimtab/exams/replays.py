@@ -75,7 +75,8 @@ def replay_row(row: OutsideRow, *, cached: bool = True, worker: WorkerProcess | 
     )
     if isinstance(trace, TrimtabError):
         raise trace
-    alone = estimate_trace(trace, setting, device, cluster=cluster, fusing=bool(beside["compile"]))[0]
+    fusing = bool(beside["compile"]) and not request.overrides.get("compiled_blocks")
+    alone = estimate_trace(trace, setting, device, cluster=cluster, fusing=fusing)[0]
     estimate = add_accumulation(alone, trace, setting)
     extra = 0
     if beside["keeps_logits"]:

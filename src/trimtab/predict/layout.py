@@ -47,9 +47,9 @@ STATE_BYTES = 8
 """Of AdamW in float32, for each weight."""
 MASTER_BYTES = 4
 """Of the copy of each weight in float32."""
-LOGIT_BYTES, EAGER_LOGIT_BYTES = 4, 10
-"""Of each score of the vocabulary: with a fused loss, the score and its gradient in 16 bits; else also a
-copy, its logarithm and the gradient of that in float32."""
+LOGIT_BYTES, EAGER_LOGIT_BYTES = 4, 12
+"""Of each score of the vocabulary: with a fused loss, the score and its gradient in 16 bits; else its
+log-probability, the gradient of that and the gradient of the score, all in float32."""
 BLEND = 4
 """Power of the mean between device and host; a large one is their maximum."""
 VIEWS_OF_PRODUCT = 3.5
