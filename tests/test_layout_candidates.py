@@ -241,7 +241,7 @@ def test_proposed_layouts_are_traced_and_the_answer_does_not_depend_on_earlier_o
 ) -> None:
     monkeypatch.setattr("trimtab.planner.plan.LAYOUTS_TRACED_S", 300.0)
     # The logits of one sequence take more than an H100 has.
-    options: dict[str, Any] = {"on": "4xH100", "global_batch": 4, "options": {"seq": 131_072}}
+    options: dict[str, Any] = {"on": "4xH100", "global_batch": 4, "options": {"seq": 98_304}}
     first = trimtab.plan(small_decoder, **options)
     mesh = first.choice.mesh
     assert not first.by_formulas
