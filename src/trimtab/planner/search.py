@@ -513,7 +513,7 @@ class _Search:
         if self.notice is ignore_notice or best is None or best.setting == self.expected:
             return
         self.expected = best.setting
-        changed = list_changed(best, self.policy)
+        changed = list_changed(best.setting, best.estimate, best.allowed_bytes, self.policy)
         self.estimator.prefetch(
             [(setting, best.layout) for way, setting in changed if not way.is_slow_to_trace]
         )

@@ -20,7 +20,6 @@ from trimtab.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from trimtab.planner.search import Evaluation
     from trimtab.spec import Estimate, Footprint, Policy, Setting
 
 LARGE = 0.1
@@ -153,22 +152,22 @@ def join_pins(ways: Iterable[WayToFit]) -> dict[str, str]:
     return {key: value for way in ways for key, value in way.pins.items()}
 
 
-def list_relevant(best: Evaluation, policy: Policy) -> list[WayToFit]:
+def list_relevant(setting: Setting, estimate: Estimate, allowed_bytes: int, policy: Policy) -> list[WayToFit]:
     """Return the ways that would shrink a large part of a plan in which memory matters."""
-    estimate = best.estimate
-    matters = best.setting.recompute is not Recompute.NONE
-    matters = matters or estimate.process_bytes > FULL * best.allowed_bytes
+    matters = setting.recompute is not Recompute.NONE or estimate.process_bytes > FULL * allowed_bytes
     if not matters:
         return []
     return [way for way in WAYS if way.is_free(policy.pins) and way.is_large(estimate.parts)]
 
 
-def list_changed(best: Evaluation, policy: Policy) -> Iterator[tuple[WayToFit, Setting]]:
+def list_changed(
+    setting: Setting, estimate: Estimate, allowed_bytes: int, policy: Policy
+) -> Iterator[tuple[WayToFit, Setting]]:
     """Yield the plan's setting with each of the relevant ways that it can use."""
-    for way in list_relevant(best, policy):
-        setting = change_setting(best.setting, way)
-        if setting != best.setting and find_in_backward_refusal(setting) is None:
-            yield way, setting
+    for way in list_relevant(setting, estimate, allowed_bytes, policy):
+        changed = change_setting(setting, way)
+        if changed != setting and find_in_backward_refusal(changed) is None:
+            yield way, changed
 
 
 def change_setting(setting: Setting, way: WayToFit) -> Setting:

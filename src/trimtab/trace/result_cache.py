@@ -74,7 +74,7 @@ SHARED: Results = {}
 """Results that forks of this process have packed."""
 
 
-class Call:
+class AlikeCalls:
     """All calls of an operation with arguments of the same layouts."""
 
     __slots__ = ("is_known", "result", "state", "works")
@@ -100,13 +100,13 @@ class Operation:
         self.kind = find_result_kind(func)
         self.shared = shared
         """Results that other processes have found."""
-        self.calls: dict[Hashable, Call] = {}
+        self.calls: dict[Hashable, AlikeCalls] = {}
 
-    def find_call(self, key: Hashable) -> Call:
+    def find_call(self, key: Hashable) -> AlikeCalls:
         """Return the calls with arguments of these layouts."""
         call = self.calls.get(key)
         if call is None:
-            call = self.calls[key] = Call(self.shared.get(key))
+            call = self.calls[key] = AlikeCalls(self.shared.get(key))
         return call
 
 
@@ -115,7 +115,7 @@ class ResultCache:
 
     def __init__(self) -> None:
         self.hits = 0
-        self.current: Call | None = None
+        self.current: AlikeCalls | None = None
         """The last call, if its result follows from the layouts of its arguments alone."""
         self._shared: Results = {func: dict(results) for func, results in SHARED.items()}
         self._operations: dict[int, Operation] = {}
