@@ -117,8 +117,9 @@ class Law:
         self.prepared += [setting for setting, _ in asked]
         self.traced |= {self.family(end, layout) for setting, layout in asked for end in traced_ends(setting)}
 
-    def prefetch(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
+    def prefetch(self, asked: Sequence[tuple[Setting, Layout]]) -> bool:
         self.prefetched += [setting for setting, _ in asked]
+        return True
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         if self.fails or (self.fails_compiled and setting.compile):

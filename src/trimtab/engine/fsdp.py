@@ -29,6 +29,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from trimtab.engine.expert_parallel import split_experts
 from trimtab.engine.gradients import sum_squares
@@ -60,6 +62,12 @@ if TYPE_CHECKING:
 
 
 _CPU_BYTES = 2**30
+SETUP_METHODS = (
+    (FSDPState, "_lazy_init"),
+    (FSDPParam, "init_all_gather_outputs"),
+    (FSDPParam, "init_unsharded_param"),
+)
+"""Methods of FSDP2 that do something in the first pass only."""
 FORWARD = (False, False, True)
 """Key of the sequence of a forward pass without gradients."""
 

@@ -74,6 +74,10 @@ if TYPE_CHECKING:
     from trimtab.engine.tensor_plan import TensorPlan
     from trimtab.spec import Setting
 
+    Between = Callable[[], None] | None
+    RunPasses = Callable[["PreparedJob", UpdatePhase, Sequence[Any], Between], torch.Tensor]
+    """A function that computes the gradients of one loss, as `compute_gradients` does."""
+
 __all__ = [
     "PreparedJob",
     "build_model",
@@ -539,17 +543,21 @@ def run_step(
     *,
     clip: float | None = None,
     between: Callable[[], None] | None = None,
+    run_passes: RunPasses | None = None,
 ) -> torch.Tensor:
     """Run one optimizer step over micro-batches of one size; return the mean loss, of the first loss.
 
     If the job has several losses, all of them are computed, in turn. `between` is called between the forward
-    and the backward pass of each micro-batch.
+    and the backward pass of each micro-batch. `run_passes` runs instead of these passes.
     """
     refuse_in_backward(state.setting, clip=clip)
     losses = []
     for phase in state.phases:
         phase.enter()
-        losses.append(_run_phase(state, phase, batches, clip=clip, between=between))
+        phase.gradients.start_attempt()
+        losses.append((run_passes or compute_gradients)(state, phase, batches, between))
+        if not isinstance(phase.gradients, InBackwardGradients):
+            update_weights(state, phase, _loss_scale(state), clip)
         phase.leave()
     if state.after_step is not None:
         with torch.no_grad():
@@ -557,18 +565,16 @@ def run_step(
     return losses[0]
 
 
-def _run_phase(
-    state: PreparedJob,
-    phase: UpdatePhase,
-    batches: Sequence[Any],
-    *,
-    clip: float | None,
-    between: Callable[[], None] | None,
+def _loss_scale(state: PreparedJob) -> float:
+    return LOSS_SCALE if state.setting.dtypes.scales_loss else 1.0
+
+
+def compute_gradients(
+    state: PreparedJob, phase: UpdatePhase, batches: Sequence[Any], between: Between
 ) -> torch.Tensor:
-    """Compute one loss over all micro-batches and update its parameters; return the mean loss."""
-    scale = LOSS_SCALE if state.setting.dtypes.scales_loss else 1.0
+    """Compute the gradients of one loss over all micro-batches; return the mean loss."""
+    scale = _loss_scale(state)
     count = len(batches)
-    phase.gradients.start_attempt()
     losses = []
     for number, batch in enumerate(batches):
         if state.stage is not None:
@@ -587,8 +593,6 @@ def _run_phase(
         losses.append(loss.detach())
         del loss
     phase.gradients.finish_attempt(None, count)
-    if not isinstance(phase.gradients, InBackwardGradients):
-        update_weights(state, phase, scale, clip)
     return losses[0] if count == 1 else torch.stack(losses).mean()
 
 

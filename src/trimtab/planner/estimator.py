@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     Answer = Trace | TrimtabError
     TraceAll = Callable[[Sequence[Setting], Device, dict[str, Any]], list[Answer]]
     """Trace several settings on a device with some job options changed; an error where a trace failed."""
-    Prefetch = Callable[[Sequence[Setting], Device], None]
-    """Start tracing several settings on a device, and return at once."""
+    Prefetch = Callable[[Sequence[Setting], Device], bool]
+    """Start tracing several settings on a device, and return at once; False if others are being traced."""
     Clock = Callable[[Trace, Setting, Layout, Calibration | None], float | None]
     IsDerivable = Callable[[Setting, Device, dict[str, Any], Collection[int]], bool]
     KnownTime = Callable[[Setting, Layout], float | None]
@@ -130,7 +130,7 @@ class TraceEstimator:
     results: QuestionResults = field(default_factory=QuestionResults)
     cache: EstimateCache = field(default_factory=EstimateCache)
     searches: SearchCache = field(default_factory=SearchCache)
-    prefetch_all: Prefetch = lambda *_: None
+    prefetch_all: Prefetch = lambda *_: True
     is_derivable: IsDerivable = lambda *_: True
     """Whether traces at some micro-batches give the trace of a setting."""
     say: Callable[[str], None] = lambda _: None
@@ -263,16 +263,15 @@ class TraceEstimator:
                 else:
                     self._record_rates(answer, settings[key], layout)
 
-    def prefetch(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
-        """Start tracing settings that are estimated later, if nothing else is being traced."""
+    def prefetch(self, requests: Sequence[tuple[Setting, Layout]]) -> bool:
+        """Start tracing settings that are estimated later; False if others are being traced."""
         by_device: dict[str, tuple[Device, list[Setting]]] = {}
         for setting, layout in requests:
             device = self._strip(layout)
             parts = self._trace_parts(setting)
             missing = [part for part in parts if self._trace_key(part, device) not in self.traces]
             by_device.setdefault(device.kind, (device, []))[1].extend(missing)
-        for device, settings in by_device.values():
-            self.prefetch_all(settings, device)
+        return all(self.prefetch_all(settings, device) for device, settings in by_device.values())
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         """Return the estimate, from earlier results, from a trace, or as the compiler verified it."""

@@ -93,8 +93,8 @@ class Estimator(Protocol):
     def prepare(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
         """Trace several settings together, before their estimates are requested."""
 
-    def prefetch(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
-        """Start tracing settings that are estimated later, if nothing else is being traced."""
+    def prefetch(self, requests: Sequence[tuple[Setting, Layout]]) -> bool:
+        """Start tracing settings that are estimated later; False if others are being traced."""
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         """Return the estimate, judged by the memory that is free on the fullest device.

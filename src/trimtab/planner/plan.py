@@ -172,9 +172,11 @@ class JobTracer:
         ]
         self._send_ahead(last.replace(settings=tuple(settings)))
 
-    def prefetch(self, settings: Sequence[Setting], device: Device) -> None:
-        """Start tracing settings that are likely to be asked for, if the worker process has nothing to do."""
-        if self.is_ahead and self.worker.is_idle:
+    def prefetch(self, settings: Sequence[Setting], device: Device) -> bool:
+        """Start tracing settings that are likely to be asked for; False if the worker process is busy."""
+        if self.is_ahead and not self.worker.is_idle():
+            return False
+        if self.is_ahead:
             requests = TraceRequests(
                 job=self.job,
                 overrides=self.overrides,
@@ -183,6 +185,7 @@ class JobTracer:
                 clip=self.clip,
             )
             self._send_ahead(requests)
+        return True
 
     def _send_ahead(self, likely: TraceRequests) -> None:
         """Send the requests whose traces are not on disk."""

@@ -481,9 +481,9 @@ class _Search:
         return lacking and not alone and self.estimator.has_traces(family.setting(split), family.layout)
 
     def _prepare(self, family: Family, split: BatchSplit) -> None:
-        """Trace a family, then the others with the same recompute mode: together they cost little more.
+        """Trace a family and the others with the same recompute mode: together they cost little more.
 
-        If nothing is known yet, `split` of the family is estimated in between, as a first answer.
+        If nothing is known yet, the family comes first, and its `split` is estimated as a first answer.
         """
         largest: dict[str, Family] = {}
         if family.recompute not in self.prepared:
@@ -496,13 +496,14 @@ class _Search:
                     known = largest.get(other.strategy)
                     if known is None or other.layout.gpus > known.layout.gpus:
                         largest[other.strategy] = other
-        self._prepare_families([family])
+        first = [family]
         if not self.known:
+            self._prepare_families(first)
             self._get_estimate(family, split)
+            first = []
         # The static memory is known now, so families that are too large are not traced.
-        self._prepare_families(
-            [other for other in largest.values() if self._can_fit(other) and self._can_win(other)]
-        )
+        others = [other for other in largest.values() if self._can_fit(other) and self._can_win(other)]
+        self._prepare_families([*first, *others])
 
     def _trace_ways(self) -> None:
         """Let the ways to fit of the best setting be traced while the search computes.
@@ -512,11 +513,11 @@ class _Search:
         best = self.result.best or (min(self.known)[-1] if self.known else None)
         if self.notice is ignore_notice or best is None or best.setting == self.expected:
             return
-        self.expected = best.setting
         changed = list_changed(best.setting, best.estimate, best.allowed_bytes, self.policy)
-        self.estimator.prefetch(
+        if self.estimator.prefetch(
             [(setting, best.layout) for way, setting in changed if not way.is_slow_to_trace]
-        )
+        ):
+            self.expected = best.setting
 
     def _prepare_families(self, families: list[Family]) -> None:
         self.estimator.prepare(

@@ -28,6 +28,7 @@ from trimtab.scripts.inference_calls import InferenceCalls, forget_memory
 from trimtab.spec import PARTS, ScriptFact, Trace
 from trimtab.trace.fake_cuda import is_library_file
 from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK, OWN_FOLDER, UPDATE_WORK
+from trimtab.trace.repeated_steps import repeat_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -502,7 +503,7 @@ class Observer:
         recorder = self.recorder
         # Compiled code may still be compiled again and tuned in the second step.
         is_eager = not recorder.uses_compile
-        if self.steps == STEPS - 1 and is_eager and recorder.repeat_step("step0", "step1", "step2"):
+        if self.steps == STEPS - 1 and is_eager and repeat_step(recorder, "step0", "step1", "step2"):
             # The second step left exactly what it found: a third would be the same.
             self.steps = STEPS
         recorder.mark_phase("end" if self.steps == STEPS else f"step{self.steps}", "activations")

@@ -202,6 +202,8 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._allocation_ids: dict[int, int | None] = {}
         """Allocation of a storage, by the storage's id; None while it is empty."""
+        self.emptied: set[int] = set()
+        """Allocations whose storage was resized, as FSDP2 does with weights that it has gathered."""
 
     def __enter__(self) -> Self:
         original = torch.UntypedStorage.resize_
@@ -431,6 +433,7 @@ class Recorder(TorchDispatchMode):
         if number is not None:
             self.order.append(~number)
             self._allocation_ids[key] = None
+            self.emptied.add(number)
         if storage.nbytes():
             self._allocation_ids[key] = self._add_allocation(storage.nbytes(), self.part, "resize")
 
@@ -512,44 +515,23 @@ class Recorder(TorchDispatchMode):
         self.by_engine.clear()
         self.recomputed_flops = 0
 
-    def repeat_step(self, before: str, last: str, name: str) -> bool:
-        """Record a copy of the last step as `name`, if that step has reached a steady state.
+    def copy_work(self, work: Work, *, in_engine: bool) -> None:
+        """Record an operation of an earlier step again."""
+        self.sequence.append(self.works.setdefault(work, len(self.works)))
+        self.by_engine.append(in_engine)
 
-        A step is steady if it leaves allocations equal to those it freed from the step before, in the same
-        order. The next step then does the same. Otherwise return False and record nothing.
-        """
-        begin, end = self.marks[last], len(self.order)
-        own = [event for event in self.order[begin:end] if event >= 0]
-        freed = {~event for event in self.order[begin:end] if event < 0}
-        earlier = {event for event in self.order[self.marks[before] : begin] if event >= 0}
-        left = sorted(set(own) - freed)
-        inherited = sorted(freed - set(own))
-        left_kinds, inherited_kinds = (
-            [self._describe_allocation(number) for number in numbers] for numbers in (left, inherited)
-        )
-        if not earlier.issuperset(inherited) or left_kinds != inherited_kinds:
-            return False
-        self.mark_phase(name, self.part)
-        copies = dict(zip(inherited, left, strict=True))
-        for number in own:
-            copies[number] = len(self.sizes)
-            self.sizes.append(self.sizes[number])
-            self.streams.append(self.streams[number])
-            for column in (self.parts, self.modules, self.ops):
-                column.append(column[number])
-            if number in self.causes:
-                self.causes[copies[number]] = self.causes[number]
-        events = self.order[begin:end]
-        self.order += [copies[event] if event >= 0 else ~copies[~event] for event in events]
-        # What is alive now was left by the copy.
+    def find_allocation(self, tensor: torch.Tensor) -> int | None:
+        """Return the allocation that holds a tensor; None if none is known."""
+        try:
+            return self._allocation_ids.get(id(tensor.untyped_storage()))
+        except NotImplementedError:
+            return None
+
+    def move_allocations(self, copies: dict[int, int]) -> None:
+        """Let what is alive now belong to the copies of its allocations."""
         for key, live in self._allocation_ids.items():
             if live is not None:
                 self._allocation_ids[key] = copies.get(live, live)
-        return True
-
-    def _describe_allocation(self, number: int) -> tuple[int, str, str, str, int]:
-        words = self.parts[number], self.modules[number], self.ops[number]
-        return self.sizes[number], *words, self.streams[number]
 
     def track_modules(self, model: Any, entries: EntryPoints) -> None:
         """Record from now on which module allocates memory, and where compiled modules begin and end."""

@@ -228,6 +228,8 @@ class WorkerProcess:
         """Answers that were not requested yet, by gradient clipping and setting."""
         self._unread = bytearray()
         """Bytes after the last answer."""
+        self._has_ended = False
+        """Whether the process has closed its output."""
         self.last: TraceRequests | None = None
         """The last requests."""
 
@@ -248,10 +250,17 @@ class WorkerProcess:
         """
         self._send(requests)
 
-    @property
     def is_idle(self) -> bool:
-        """Whether a process is running and has no request to answer."""
-        return self._process is not None and not self._pending
+        """Whether a process is running and has answered all requests; take the answers that have come."""
+        if self._process is None:
+            return False
+        while self._pending:
+            lines = self._take_lines()
+            if lines is not None:
+                self._keep_answers(self._pending.popleft(), lines)
+            elif not self._receive(0.0):
+                break
+        return not self._pending
 
     def ask_all(self, requests: TraceRequests, *, timeout_s: float) -> list[Answer]:
         """Return the answer or the error to each request; only one error if the job cannot be loaded."""
@@ -266,13 +275,11 @@ class WorkerProcess:
             ends_at = time.monotonic() + timeout_s
             while self._pending and not (keys and all(key in self._prefetched for key in keys)):
                 sent = self._pending.popleft()
-                lines = self._answer(requests, ends_at, timeout_s).splitlines()
+                lines = self._wait_for_lines(requests, ends_at, timeout_s)
                 if len(lines) < len(sent.settings):
                     # The job could not be loaded.
                     return [decode_answer(line) for line in lines]
-                # An error from `load_job` comes again with the next request, and is reported then.
-                for setting, line in zip(sent.settings, lines, strict=False):
-                    self._prefetched[sent.clip, setting] = decode_answer(line)
+                self._keep_answers(sent, lines)
             # An answer is used once; the same setting may come twice in the requests.
             taken = {key: self._prefetched.pop(key) for key in dict.fromkeys(keys)}
             return [taken[key] for key in keys]
@@ -286,6 +293,7 @@ class WorkerProcess:
         self._pending.clear()
         self._prefetched.clear()
         self._unread.clear()
+        self._has_ended = False
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -337,26 +345,45 @@ class WorkerProcess:
             start_new_session=True,
         )
 
-    def _answer(self, requests: TraceRequests, ends_at: float, timeout_s: float) -> bytes:
+    def _keep_answers(self, sent: TraceRequests, lines: list[bytes]) -> None:
+        # An error from `load_job` comes again with the next request, and is reported then.
+        for setting, line in zip(sent.settings, lines, strict=False):
+            self._prefetched[sent.clip, setting] = decode_answer(line)
+
+    def _wait_for_lines(self, requests: TraceRequests, ends_at: float, timeout_s: float) -> list[bytes]:
         """Return the answers to one request; raise if the process takes too much time or memory."""
         process, given = self._process, f"job {requests.job}"
         assert process is not None  # noqa: S101 - a request was sent
-        assert process.stdout is not None  # noqa: S101 - with a pipe
-        received = self._unread
-        # Answers are lines of JSON, so END cannot occur inside an answer.
-        while (end := received.find(END)) < 0:
-            if select.select([process.stdout], [], [], PAUSE_S)[0]:
-                more = os.read(process.stdout.fileno(), 2**20)
-                if not more:
-                    raise crash_error(given, process.wait(), self._read_stderr())
-                received += more
-            elif time.monotonic() > ends_at:
+        while (lines := self._take_lines()) is None:
+            if self._receive(PAUSE_S):
+                continue
+            if self._has_ended:
+                raise crash_error(given, process.wait(), self._read_stderr())
+            if time.monotonic() > ends_at:
                 raise timeout_error(given, timeout_s)
-            elif exceeds_memory_limit(process.pid):
+            if exceeds_memory_limit(process.pid):
                 raise memory_limit_error(given)
-        answer = bytes(received[:end]).strip()
-        del received[: end + len(END)]
-        return answer
+        return lines
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Read what the process has written; return whether there was anything."""
+        assert self._process is not None  # noqa: S101 - a request was sent
+        assert self._process.stdout is not None  # noqa: S101 - with a pipe
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            return False
+        more = os.read(self._process.stdout.fileno(), 2**20)
+        self._has_ended = not more
+        self._unread += more
+        return bool(more)
+
+    def _take_lines(self) -> list[bytes] | None:
+        """Take the answers to one request from what was read; None if they have not all come."""
+        # Answers are lines of JSON, so END cannot occur inside an answer.
+        if (end := self._unread.find(END)) < 0:
+            return None
+        answer = bytes(self._unread[:end]).strip()
+        del self._unread[: end + len(END)]
+        return answer.splitlines()
 
     def _read_stderr(self) -> str:
         assert self._errors is not None  # noqa: S101 - the process has them

@@ -208,8 +208,13 @@ FUSED_AS_COMPILED: set[tuple[Setting, bool, RankKind]] = set()
 them. Recomputing repeats the same attention, and the micro-batch changes it only if there is one sample."""
 
 
-def _attention_key(setting: Setting, rank: RankKind) -> tuple[Setting, bool, RankKind]:
-    """Return all that decides whether compiled attention is fused."""
+REPEATING: set[tuple[Setting, bool, RankKind]] = set()
+"""Settings whose second step repeats the passes of the first, as forks have found; the next forks copy
+them."""
+
+
+def _step_key(setting: Setting, rank: RankKind) -> tuple[Setting, bool, RankKind]:
+    """Return all that decides whether compiled attention is fused, and whether steps are alike."""
     plain = _drop_micro_batch(setting).replace(recompute=Recompute.NONE)
     return plain, setting.micro_batch == 1, rank
 
@@ -310,9 +315,8 @@ def _trace_by_few_blocks(
     def run_tasks(tasks: list[Callable[[SendAnswer], None]]) -> list[Trace]:
         answers = {}
         for place, answer in run_forked(tasks, given, timeout_s=timeout_s, most=most_forks):
-            answers[place] = _read_few_blocks(answer)
-            built.recorder.kernels.values.results.add_results(answers[place].results)
-        return _copy_compiled_notes([answers[place].trace for place in range(len(tasks))])
+            answers[place] = _read_few_blocks(built, answer)
+        return _copy_compiled_notes([answers[place] for place in range(len(tasks))])
 
     def traced(built: _BuiltModel, sizes: list[tuple[int, ...]], *, forward: bool) -> list[Trace]:
         return run_tasks(
@@ -462,16 +466,20 @@ class _FewBlocksAnswer(msgspec.Struct):
     trace: Any
     results: bytes
     """Results of operations, for the next forks."""
+    repeats: bool
+    """Whether its second step repeats the passes of the first."""
 
 
-def _read_few_blocks(answer: bytes) -> _FewBlocksAnswer:
-    """Return the answer of a fork with few blocks; raise its error."""
+def _read_few_blocks(built: _BuiltModel, answer: bytes) -> Trace:
+    """Return the trace of a fork with few blocks, and learn what it found out; raise its error."""
     decoded = decode_answer(answer)
     if isinstance(decoded, TrimtabError):
         raise decoded
     sent = msgspec.convert(decoded, _FewBlocksAnswer)
-    sent.trace = Trace.from_builtins(sent.trace)
-    return sent
+    built.recorder.kernels.values.results.add_results(sent.results)
+    if sent.repeats:
+        REPEATING.add(_step_key(built.request.setting, built.rank))
+    return Trace.from_builtins(sent.trace)
 
 
 def _few_blocks_task(
@@ -490,7 +498,8 @@ def _few_blocks_task(
         trace = _trace_model(built, forward=forward, as_compiled=as_compiled)
         del taken
         results = built.recorder.kernels.values.results.pack_results()
-        say(msgspec.json.encode(_FewBlocksAnswer(trace, results)))
+        repeats = _step_key(built.request.setting, built.rank) in REPEATING
+        say(msgspec.json.encode(_FewBlocksAnswer(trace, results, repeats)))
 
     return task
 
@@ -588,7 +597,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[
     notes += state.stage_notes
     for note in (*describe_split(state.tensor_plan), *notes):
         recorder.kernels.assume(note)
-    is_known = _attention_key(setting, rank) in FUSED_AS_COMPILED
+    is_known = _step_key(setting, rank) in FUSED_AS_COMPILED
     lost_compiled = _lost_by_compiling(state, batch, recorder) if as_compiled and not is_known else {}
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in state.model.parameters()]
     return {
@@ -621,22 +630,39 @@ def _run_timed_steps(built: _BuiltModel, state: Any, batch: Any, names: dict[int
     """Run the steps of a trace; return the bytes that each forward pass left for its backward pass."""
     from trimtab.engine import step as steps
     from trimtab.trace.compiled import sort_gradient_marks
+    from trimtab.trace.repeated_steps import PassRepeater, repeat_step
 
     request, recorder = built.request, built.recorder
+    key = _step_key(request.setting, built.rank)
+    repeater = PassRepeater(recorder, state)
     kept: list[int] = []
     for number in range(STEPS):
+        if number == 1:
+            repeater.end_first_step()
         if number == STEPS - 1:
             # Eager code is steady after two steps; compiled code is still being tuned.
-            if not recorder.uses_compile and recorder.repeat_step("step0", "step1", "step2"):
+            if not recorder.uses_compile and repeat_step(recorder, "step0", "step1", "step2"):
                 break
             recorder.clear_works()
         recorder.mark_phase(f"step{number}", "activations")
-        recorder.records_work = number > 0
+        recorder.records_work = number > 0 or repeater.is_possible
+        copies = number == 1 and key in REPEATING and repeater.can_copy()
+        if copies:
+            repeater.hold_gradients()
+        passes = repeater.copy_passes if copies else repeater.note_passes
         with _blame_member("loss()"):
             steps.run_step(
-                state, [batch], clip=request.clip, between=lambda: kept.append(recorder.live_bytes())
+                state,
+                [batch],
+                clip=request.clip,
+                between=lambda: kept.append(recorder.live_bytes()),
+                run_passes=passes if repeater.is_possible else None,
             )
+        if copies:
+            repeater.end_copied_step()
         _label_tensors(state, recorder, names)
+        if number == 1 and not copies and repeater.is_repeated():
+            REPEATING.add(key)
     if recorder.uses_compile:
         sort_gradient_marks(recorder, list(names.values()))
     return kept
@@ -859,6 +885,8 @@ class _AnswerHeader(msgspec.Struct):
     """Results of operations, for the next forks."""
     split: bytes = b""
     """Blocks of each pipeline stage, for the next forks; empty without stages."""
+    repeats: bool = False
+    """Whether the second step repeats the passes of the first."""
     trace: _TraceHeader | None = None
     """None if tracing failed."""
 
@@ -895,6 +923,7 @@ def _serve_requests() -> None:
                 job, checks = reload_job(requests), JobChecks()
                 SPLITS.clear()
                 FUSED_AS_COMPILED.clear()
+                REPEATING.clear()
             job = prepare_job(requests) if job is None else job
             loaded = requests.overrides
             answers = _answer_requests(job, requests, checks)
@@ -996,6 +1025,7 @@ def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest
                     "how": came,
                     "results": results,
                     "split": _pack_split(part.request.setting),
+                    "repeats": _step_key(part.request.setting, part.rank) in REPEATING,
                 }
                 say(msgspec.json.encode(answer))
 
@@ -1031,7 +1061,9 @@ def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest
             and setting.recompute is Recompute.NONE
             and not header.trace.lost_compiled
         ):
-            FUSED_AS_COMPILED.add(_attention_key(setting, rank))
+            FUSED_AS_COMPILED.add(_step_key(setting, rank))
+        if header.repeats:
+            REPEATING.add(_step_key(setting, rank))
         if header.split:
             SPLITS[_drop_micro_batch(setting)] = pickle.loads(header.split)  # noqa: S301 - a fork wrote it
     return [answers[place] for place in range(len(parts))]
