@@ -432,6 +432,17 @@ BLIND_LATER = {
 }  # fmt: skip
 """Models of bench/zoo_blind.py, predicted once with the rules that `BLIND_ZOO` had led to."""
 BLIND_LATER_COMPILED = ("linear_recurrence", "patch_mixer", "two_towers", "dense_classifier")
+BLIND_NEWEST = {
+    "sentence_embedding": 64, "preference_pairs": 4, "grouped_policy": 8, "distilled_decoder": 4,
+    "adapted_decoder": 4, "sorted_experts": 8, "sliding_window": 2, "masked_diffusion": 16,
+    "delta_recurrence": 8, "sparse_dictionary": 16_384, "squeezed_depthwise": 192, "convnext_unet": 32,
+    "neural_ode": 128, "residual_codec": 24, "forecast_stack": 1024, "force_field": 64,
+}  # fmt: skip
+"""Models of bench/zoo_newest.py, written and predicted before any of them was measured."""
+BLIND_NEWEST_COMPILED = (
+    "sentence_embedding", "grouped_policy", "adapted_decoder", "sliding_window", "sparse_dictionary",
+    "convnext_unet",
+)  # fmt: skip
 ATTENTION = (
     ("Windowed", 64), ("EncoderUnmasked", 32), ("Encoder", 32), ("EncoderDropout", 32), ("RelativeBias", 16),
     ("Head80", 16), ("Head96", 16), ("Head100", 16), ("Head160", 8), ("Grouped", 16), ("GroupedMasked", 16),
@@ -482,6 +493,7 @@ def _timed_zoo() -> list[QueuedCase]:
         ("time", TIMED_ZOO, TIMED_COMPILED),
         ("blind", BLIND_ZOO, BLIND_COMPILED),
         ("later", BLIND_LATER, BLIND_LATER_COMPILED),
+        ("newest", BLIND_NEWEST, BLIND_NEWEST_COMPILED),
     )
     return [
         _zoo_case(
