@@ -100,6 +100,41 @@ def test_a_script_saves_and_loads_between_its_steps(tmp_path: Path) -> None:
     assert not [note for note in found.estimate.assumptions if "failed" in note]
 
 
+LOADS = """
+import torch
+device = torch.device("cuda", 0)
+table = torch.load("table.pt", map_location=device)
+assert table.device == device
+assert torch.load("table.pt", "cuda:0").device == device
+assert torch.load("table.pt").device.type == "cpu"
+assert torch.load("table.pt", {"cpu": "cuda:0"}).device == device
+with open("state.pt", "rb") as file:
+    state = torch.load(file, map_location="cuda")
+assert state["step"] == 3 and state["0.weight"].device == device
+assert state["0.weight"] is state["1.weight"] and isinstance(state["0.weight"], torch.nn.Parameter)
+assert torch.load("model.pt", device, weights_only=False).weight.device == device
+model = torch.nn.Linear(1024, 1024, bias=False).to(device)
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(4):
+    labels = torch.randint(0, 100, (8,), device=device)
+    torch.where(labels >= 0, table[labels], torch.zeros_like(labels))
+    model(torch.randn(8, 1024, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_files_are_loaded_onto_the_device_that_the_script_names(tmp_path: Path) -> None:
+    tied = torch.nn.Parameter(torch.zeros(1024, 1024))
+    torch.save(torch.arange(100), tmp_path / "table.pt")
+    torch.save({"0.weight": tied, "1.weight": tied, "step": 3}, tmp_path / "state.pt")
+    torch.save(torch.nn.Linear(1024, 1024), tmp_path / "model.pt")
+    (tmp_path / "loads.py").write_text(LOADS, encoding="utf-8")
+    peak = follow(str(tmp_path / "loads.py")).estimate.allocated_bytes
+    # The weights of the model, their gradient, and the tied tensor of the file once.
+    assert peak > 3 * 4 * 2**20
+
+
 CLIPS = """
 import torch
 model = torch.nn.Linear(8, 8)

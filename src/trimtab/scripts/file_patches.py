@@ -43,13 +43,18 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
         return out
 
     @functools.wraps(original_load)
-    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("mmap") is None and isinstance(f, str | os.PathLike):
             # Map the file: pages are read only if something needs their values.
             kwargs["mmap"] = zipfile.is_zipfile(f)
-        kwargs["map_location"] = kwargs.get("map_location") if callable(kwargs.get("map_location")) else "cpu"
-        found = original_load(f, *args, **kwargs)
-        return saved[found[SAVED_KEY]] if isinstance(found, dict) and SAVED_KEY in found else found
+        if callable(map_location):
+            found = original_load(f, map_location, *args, **kwargs)
+            return saved[found[SAVED_KEY]] if isinstance(found, dict) and SAVED_KEY in found else found
+        places = SavedPlaces(map_location)
+        found = original_load(f, places.read_storage, *args, **kwargs)
+        if isinstance(found, dict) and SAVED_KEY in found:
+            found = saved[found[SAVED_KEY]]
+        return tree_map(places.put_back, found)
 
     _patch_downloads(observer)
     put(torch, "save", save)
@@ -57,6 +62,53 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
     for module in IDENTIFYING_MODULES:
         MODULE_PATCHES[module] = _patch_storage_ids
     _patch_safetensors(observer, fake_mode)
+
+
+class SavedPlaces:
+    """Devices of the tensors of a file: a script that loads onto the GPU has its memory taken there."""
+
+    def __init__(self, map_location: Any) -> None:
+        self._map_location = map_location
+        self._devices: dict[int, torch.device] = {}
+        """Device of each storage, by the storage's id."""
+        self._moved: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._parameters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+
+    def read_storage(self, storage: Any, location: str) -> Any:
+        """Return a storage that was read, on the CPU, and note the device that the script asks for."""
+        self._devices[storage._cdata] = self._find_device(location)
+        return storage
+
+    def put_back(self, leaf: Any) -> Any:
+        """Return a tensor or a module on its device; parts that share memory are moved once."""
+        if isinstance(leaf, torch.nn.Module):
+            return leaf._apply(self._move)
+        if not isinstance(leaf, torch.nn.Parameter):
+            return self._move(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if leaf not in self._parameters:
+            moved = self._move(leaf.detach())
+            on_cpu = moved.device.type == "cpu"
+            self._parameters[leaf] = leaf if on_cpu else torch.nn.Parameter(moved, leaf.requires_grad)
+        return self._parameters[leaf]
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return tensor
+        storage = tensor.untyped_storage()._cdata
+        # What this process saved has no storage in the file.
+        device = self._devices.get(storage) or self._find_device("cpu")
+        if device.type != "cuda":
+            return tensor
+        key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if key not in self._moved:
+            self._moved[key] = tensor.to(device)
+        return self._moved[key]
+
+    def _find_device(self, location: str) -> torch.device:
+        wanted = self._map_location
+        if isinstance(wanted, dict):
+            wanted = wanted.get(location)
+        return torch.device(location if wanted is None else wanted)
 
 
 def _count_bytes(obj: Any) -> int:
