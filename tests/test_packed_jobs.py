@@ -328,3 +328,59 @@ def test_a_script_may_import_flash_attn_that_is_not_installed(tmp_path: Path) ->
     pairs = count_pairs([(100, 100), (60, 60)], causal=True)
     assert flops(found.trace, FLASH) == {2 * 2 * 2 * 32 * pairs}
     assert any(NOTE in note for note in found.estimate.assumptions)
+
+
+HUB_PACKAGE = """
+def get_kernel(repo_id, *, revision=None, version=None):
+    raise OSError(f"no network: {repo_id}")
+def has_kernel(repo_id):
+    return False
+"""
+HUB_SCRIPT = """
+import kernels, torch
+from torch.nn import functional
+
+assert kernels.has_kernel("kernels-community/flash-attn3") and not kernels.has_kernel("some/activation")
+try:
+    kernels.get_kernel("some/activation")
+except OSError:
+    pass
+third = kernels.get_kernel("kernels-community/flash-attn3").flash_attn_interface
+second = kernels.get_kernel("kernels-community/flash-attn2")
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(64, 192, device="cuda")
+
+    def forward(self, x):
+        qkv = functional.linear(x.bfloat16(), self.project.weight.bfloat16()).view(2, 128, 3, 2, 32)
+        out = third.flash_attn_func(*qkv.unbind(2), causal=True, window_size=(31, 0))
+        return out + second.flash_attn_func(*qkv.unbind(2), 0.1, causal=True)
+
+model = Attention()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    model(torch.randn(2, 128, 64, device="cuda")).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_may_load_flash_attention_from_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text(HUB_PACKAGE, encoding="utf-8")
+    file = tmp_path / "train.py"
+    file.write_text(HUB_SCRIPT, encoding="utf-8")
+    command = parse_command([sys.executable, str(file)], environment=os.environ)
+    found = estimate_script(command, as_cluster("H200"))
+    rows = [(128, 128)] * 2
+    pairs = {count_pairs(rows, causal=True, window=32), count_pairs(rows, causal=True)}
+    assert flops(found.trace, FLASH) == {2 * 2 * 2 * 32 * count for count in pairs}
+    notes = "\n".join(found.estimate.assumptions)
+    assert "flash-attn3 of the Hugging Face Hub was not loaded" in notes
+    assert "some/activation of the Hugging Face Hub could not be loaded here (no network" in notes
+    assert NOTE not in notes
+    # The weights are in fp32, and the layer casts them itself.
+    assert found.setting.precision is Precision.BF16
+    (fact,) = [fact for fact in found.script.found if fact.name == "precision"]
+    assert "of the arithmetic is in torch.bfloat16, by casts of its own" in fact.where

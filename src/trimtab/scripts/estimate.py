@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -207,6 +208,8 @@ def describe_setting(
 ) -> tuple[Setting, tuple[ScriptFact, ...], list[str]]:
     """Return the setting that a script trains with, the facts that show it, and what was assumed."""
     seen = {fact.name: fact for fact in result.facts}
+    if (precision := _read_own_casts(seen.get("precision"), result.trace)) is not None:
+        seen["precision"] = precision
     notes = [*command.notes, *result.notes]
     gpus = int(seen["gpus"].value) if "gpus" in seen else 1
     tensor_parallel = int(seen["tensor_parallel"].value) if "tensor_parallel" in seen else 1
@@ -244,6 +247,26 @@ def describe_setting(
     if result.steps < 3:  # noqa: PLR2004 - as many as are followed
         notes.append(f"the script took only {result.steps} optimizer step{'s' * (result.steps > 1)}")
     return setting, _list_facts(setting, result, seen), notes
+
+
+NARROW_PRECISIONS = {"bfloat16": Precision.BF16, "float16": Precision.FP16}
+
+
+def _read_own_casts(fact: ScriptFact | None, trace: Trace | None) -> ScriptFact | None:
+    """Return the precision of a script that casts in its own layers: most of its products are in 16 bits."""
+    if fact is None or trace is None or Precision(fact.value) not in {Precision.FP32, Precision.TF32}:
+        return None
+    flops: Counter[str] = Counter()
+    for number in trace.sequence:
+        work = trace.works[number]
+        flops[work.dtype] += work.flops
+    dtype, most = max(flops.items(), key=lambda item: item[1], default=("", 0))
+    if dtype not in NARROW_PRECISIONS or 2 * most <= flops.total():
+        return None
+    how = (
+        f"{fact.where}; {most / flops.total():.0%} of the arithmetic is in torch.{dtype}, by casts of its own"
+    )
+    return fact.replace(value=NARROW_PRECISIONS[dtype].value, where=how)
 
 
 PREFETCHED = 2

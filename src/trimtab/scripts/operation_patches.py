@@ -14,6 +14,7 @@ from trimtab.scripts.observer import put
 from trimtab.scripts.recorder import make_real
 from trimtab.trace.flash_attn_package import stand_in_for_flash_attn
 from trimtab.trace.flex_attention import patch_flex_attention
+from trimtab.trace.hub_kernels import stand_in_for_hub_kernels
 
 
 def patch_operations() -> None:
@@ -22,6 +23,7 @@ def patch_operations() -> None:
     _patch_ctc_loss()
     patch_flex_attention()
     stand_in_for_flash_attn()
+    stand_in_for_hub_kernels()
     _patch_lazy_parameters()
 
 

@@ -104,13 +104,12 @@ def _patch_transformers(library: Any, finder: FlashAttnFinder) -> None:
     setattr(library.PreTrainedModel, SWITCH, check)
 
 
-def _attend(
+def attend(
     query: Any, key: Any, value: Any, ends: Any, longest: Any, options: dict[str, Any], *, probabilities: bool
 ) -> Any:
+    """Return attention by torch's flash kernel; with `probabilities` also the log of the softmax's sums."""
     if query.dtype not in HALF_DTYPES:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    if not torch.compiler.is_compiling() and (recorder := find_recorder()) is not None:
-        recorder.kernels.assume(NOTE)
     size = query.shape[-1]
     # As the package: heads are multiples of 8.
     query, key, value = (
@@ -150,7 +149,7 @@ def flash_attn_func(
         "dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size
     }  # fmt: skip
     longest = q.shape[1], k.shape[1]
-    return _attend(q, k, v, (None, None), longest, options, probabilities=return_attn_probs)
+    return attend(q, k, v, (None, None), longest, options, probabilities=return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -176,7 +175,7 @@ def flash_attn_varlen_func(
         "dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size
     }  # fmt: skip
     ends, longest = (cu_seqlens_q, cu_seqlens_k), (int(max_seqlen_q), int(max_seqlen_k))
-    return _attend(q, k, v, ends, longest, options, probabilities=return_attn_probs)
+    return attend(q, k, v, ends, longest, options, probabilities=return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(qkv: Any, *args: Any, **kwargs: Any) -> Any:
@@ -250,9 +249,24 @@ PADDING_FUNCTIONS = {
     function.__name__: function
     for function in (index_first_axis, index_put_first_axis, unpad_input, pad_input)
 }
+
+
+def _with_note(function: Any) -> Any:
+    """Return a function of the package that tells the user that it is a stand-in."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and (recorder := find_recorder()) is not None:
+            recorder.kernels.assume(NOTE)
+        return function(*args, **kwargs)
+
+    return run
+
+
+NOTED_FUNCTIONS = {name: _with_note(function) for name, function in FUNCTIONS.items()}
 MODULES: dict[str, dict[str, Any]] = {
-    PACKAGE: FUNCTIONS,
-    f"{PACKAGE}.flash_attn_interface": FUNCTIONS,
+    PACKAGE: NOTED_FUNCTIONS,
+    f"{PACKAGE}.flash_attn_interface": NOTED_FUNCTIONS,
     f"{PACKAGE}.bert_padding": PADDING_FUNCTIONS,
 }
 """The modules that there are a stand-in for, with their contents."""

@@ -92,11 +92,13 @@ def prepare_job(requests: TraceRequests) -> Any:
     from trimtab.trace.fake_cuda import install_fake_cuda
     from trimtab.trace.flash_attn_package import stand_in_for_flash_attn
     from trimtab.trace.flex_attention import find_recorder, patch_flex_attention
+    from trimtab.trace.hub_kernels import stand_in_for_hub_kernels
     from trimtab.trace.triton_kernels import patch_triton
 
     install_fake_cuda(requests.device)
     patch_flex_attention()
     stand_in_for_flash_attn()
+    stand_in_for_hub_kernels()
     patch_triton(find_recorder)
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
     seed_random_numbers()
