@@ -334,3 +334,44 @@ def test_a_triton_kernel_takes_no_memory_and_packed_samples_are_counted(
     # One micro-batch and the optimizer: as many launches as a pass has.
     assert sum(work.op == "triton::scale_rows" for work in works) == 1
     assert any("Triton kernels" in note for note in found.estimate.assumptions)
+
+
+CHUNKED_LOSS = """
+import torch
+from torch import nn
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(1000, 256), nn.Linear(256, 256)
+
+    def forward(self, tokens):
+        return self.layer(self.embed(tokens))
+
+body, head = Body().cuda(), nn.Linear(256, 1000).cuda()
+optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()])
+for step in range(5):
+    for part in range(3):
+        tokens = torch.randint(0, 1000, (6, 64), device="cuda")
+        hidden = body(tokens)
+        gradients = []
+        for chunk, labels in zip(hidden.chunk(4, 1), tokens.chunk(4, 1)):
+            chunk = chunk.detach().requires_grad_()
+            nn.functional.cross_entropy(head(chunk).flatten(0, 1), labels.flatten()).backward()
+            assert chunk.grad is not None
+            gradients.append(chunk.grad)
+        hidden.backward(torch.cat(gradients, 1))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_backward_passes_of_the_chunks_of_a_loss_are_part_of_a_micro_batch(
+    follow: Callable[..., ScriptEstimate],
+) -> None:
+    found = follow("train.py", script=CHUNKED_LOSS)
+    facts = facts_of(found)
+    assert (facts["micro_batch"], facts["accumulation"], facts["global_batch"]) == ("6", "3", "18")
+    ran = [found.trace.works[number] for number in found.trace.sequence]
+    # Four chunks of the head and one layer, forward and twice backward; the layer's input needs a gradient.
+    assert sum(work.kind == "matrix" for work in ran) == 4 * 3 + 3

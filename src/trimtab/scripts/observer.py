@@ -206,6 +206,11 @@ class Observer:
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
     _has_backward: bool = False
+    _has_outer_call: bool = False
+    """Whether a model was called in the current micro-batch on inputs that need no gradient."""
+    _is_inner: bool = False
+    """Whether the coming backward pass ends at inputs of a later call, as of the chunks of a loss: the
+    micro-batch goes on, and passes their gradients back through the earlier call."""
     _described: Any = None
     """The model of the last training call."""
     _line_of_call: str = ""
@@ -277,6 +282,9 @@ class Observer:
 
     def _call_root(self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
         """Run a model that the script trains, unless the call repeats one before."""
+        takes_gradients = wants_input_gradients(args, kwargs)
+        self._is_inner |= takes_gradients and self._has_outer_call
+        self._has_outer_call |= not takes_gradients
         key = (id(module), self._call_number)
         self._call_number += 1
         signature = describe_inputs(args, kwargs)
@@ -286,10 +294,11 @@ class Observer:
         cached = self._calls.get(key)
         if cached is None or cached.signature != signature:
             cached = self._calls[key] = CachedCall(signature, None)
-        elif self.can_skip():
+        elif self.can_skip() and not takes_gradients:
             self._is_skipped = True
             return self._repeat_outputs(module, cached.outputs)
-        self._note_training_call(module, args, kwargs)
+        if not self._is_inner:
+            self._note_training_call(module, args, kwargs)
         self._note_phase(training=True)
         cached.outputs = None
         out = self._enter(call, module, args, kwargs, root=True)
@@ -411,9 +420,11 @@ class Observer:
         if self._backward_depth or "step0" not in self.recorder.marks:
             return
         updated, self._updated = self._updated, None
+        if self._is_inner and updated is None:
+            self._is_inner = False
+            return
         if self.is_over:
-            self._call_number = 0
-            self._inputs = []
+            self._begin_micro_batch()
             if updated is not None:
                 self._finish_step(updated)
             return
@@ -429,11 +440,15 @@ class Observer:
             self.units.append(
                 MicroBatchWork(begin, len(sequence), tuple(self._inputs), forward, skipped=False)
             )
-        self._call_number = 0
-        self._inputs = []
+        self._begin_micro_batch()
         if updated is not None:
             self.label_weights()
             self._finish_step(updated)
+
+    def _begin_micro_batch(self) -> None:
+        self._call_number = 0
+        self._inputs = []
+        self._has_outer_call = self._is_inner = False
 
     def _note_optimizer(self, optimizer: Any) -> None:
         self.note_precision(is_last=True)
@@ -561,8 +576,7 @@ class Observer:
             self.sequence, self.engine = tuple(sequence), tuple(engine)
         self.recomputed_flops = recorder.recomputed_flops // max(1, sum(not unit.skipped for unit in units))
         self.units = []
-        self._call_number = 0
-        self._inputs = []
+        self._begin_micro_batch()
         recorder.sequence, recorder.by_engine = [], []
         recorder.recomputed_flops = 0
 
@@ -677,6 +691,17 @@ def _relabel(recorder: ScriptRecorder, tensor: Any, part: str, module: str | Non
 def has_parameters(module: Any) -> bool:
     """Return whether a module has parameters of its own or in a part of it."""
     return next(iter(module.parameters()), None) is not None
+
+
+def wants_input_gradients(args: Any, kwargs: Any) -> bool:
+    """Return whether a backward pass leaves gradients at an input of a call, for the script to use."""
+    return any(
+        isinstance(leaf, torch.Tensor)
+        and leaf.requires_grad
+        and leaf.is_leaf
+        and not isinstance(leaf, torch.nn.Parameter)
+        for leaf in tree_leaves((args, kwargs))
+    )
 
 
 def describe_inputs(args: Any, kwargs: Any) -> Any:
