@@ -35,14 +35,20 @@ def pad_texts(words: int, size: int, length: int) -> tuple[Tensor, Tensor]:
 # -------------------------------------------------------------------------- fine-tuning language models
 
 
+def import_transformers() -> Any:
+    """Return the package: most of it has no types."""
+    import transformers
+
+    return transformers
+
+
 class SentenceEncoder(nn.Module):
     """BERT with mean pooling; a query is compared with all positives and hard negatives of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import BertConfig, BertModel
-
-        self.bert = BertModel(BertConfig(), add_pooling_layer=False)
+        transformers = import_transformers()
+        self.bert = transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False)
 
     def encode(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return a unit vector for each text."""
@@ -85,16 +91,15 @@ class PreferenceModel(nn.Module):
 
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
+        transformers = import_transformers()
+        config = transformers.LlamaConfig(
             vocab_size=LLAMA_WORDS, hidden_size=2048, intermediate_size=8192, num_hidden_layers=8,
             num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500_000.0,
             tie_word_embeddings=True, use_cache=False,
         )  # fmt: skip
         self.beta = beta
-        self.policy = LlamaForCausalLM(config)
-        self.reference = LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False).eval()
+        self.policy = transformers.LlamaForCausalLM(config)
+        self.reference = transformers.LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False).eval()
 
     @staticmethod
     def log_probability(model: Any, ids: Tensor, mask: Tensor, answer: Tensor) -> Tensor:
@@ -132,11 +137,10 @@ class GroupedPolicy(nn.Module):
 
     def __init__(self, prompt: int = 256) -> None:
         super().__init__()
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
+        transformers = import_transformers()
         self.prompt = prompt
-        self.policy = Qwen3ForCausalLM(
-            Qwen3Config(
+        self.policy = transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(
                 vocab_size=QWEN_WORDS, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
                 num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
                 use_cache=False,
@@ -186,14 +190,14 @@ class DistilledDecoder(nn.Module):
 
     def __init__(self, temperature: float = 2.0) -> None:
         super().__init__()
-        from transformers import Qwen2Config, Qwen2ForCausalLM
+        transformers = import_transformers()
 
         def decoder(width: int, hidden: int, layers: int, heads: int) -> Any:
-            config = Qwen2Config(
+            config = transformers.Qwen2Config(
                 vocab_size=QWEN_WORDS, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
                 num_attention_heads=heads, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False,
             )  # fmt: skip
-            return Qwen2ForCausalLM(config)
+            return transformers.Qwen2ForCausalLM(config)
 
         self.temperature = temperature
         self.student = decoder(896, 4864, 24, 14)
@@ -246,14 +250,13 @@ class AdaptedDecoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
+        transformers = import_transformers()
+        config = transformers.LlamaConfig(
             vocab_size=LLAMA_WORDS, hidden_size=3072, intermediate_size=8192, num_hidden_layers=14,
             num_attention_heads=24, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500_000.0,
             tie_word_embeddings=True, use_cache=False,
         )  # fmt: skip
-        self.decoder = LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
+        self.decoder = transformers.LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
         for block in self.decoder.model.layers:
             for part in (block.self_attn, block.mlp):
                 for name, layer in list(part.named_children()):
@@ -343,7 +346,7 @@ class SortedExperts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.count)
         token = order // self.top
-        slices = flat[token].split(counts.tolist())
+        slices = torch.split(flat[token], counts.tolist())
         done = torch.cat([expert(part) for expert, part in zip(self.experts, slices, strict=True)])
         done = done * weight.flatten()[order, None].to(done.dtype)
         mixed = torch.zeros_like(flat).index_add_(0, token, done.to(flat.dtype))
@@ -498,7 +501,7 @@ class DeltaLayer(nn.Module):
         length = seen.shape[1]
         parts = functional.silu(self.short(self.inward(seen).transpose(1, 2))[..., :length]).transpose(1, 2)
         query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2).unflatten(2, (-1, self.chunk)).float()
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2).unflatten(2, (-1, self.chunk)).float()  # type: ignore[no-untyped-call]
             for part in parts.chunk(3, -1)
         )
         query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
@@ -647,7 +650,8 @@ class SqueezedNet(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.SiLU(inplace=True)
         )
-        blocks, before = [], 32
+        blocks: list[nn.Module] = []
+        before = 32
         for after, layers, kernel, stride, wider in self.STAGES:
             for number in range(layers):
                 blocks.append(
@@ -681,7 +685,8 @@ class SqueezedJob(WrittenJob):
 
     def model(self) -> nn.Module:
         """The network in channels_last."""
-        return self.network().to(memory_format=torch.channels_last)
+        network: nn.Module = self.network()
+        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Images with labels."""
@@ -745,7 +750,8 @@ class ConvNextUNet(nn.Module):
         out = self.head(self.last(seen)).float()
         made = 0.25 / (level.square() + 0.25) * noisy + level * 0.5 / (level.square() + 0.25).sqrt() * out
         weight = (level.square() + 0.25) / (level * 0.5).square()
-        return (weight * (made - image).square()).mean()
+        loss: Tensor = (weight * (made - image).square()).mean()
+        return loss
 
 
 class ConvNextUNetJob(WrittenJob):

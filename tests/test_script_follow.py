@@ -375,3 +375,40 @@ def test_backward_passes_of_the_chunks_of_a_loss_are_part_of_a_micro_batch(
     ran = [found.trace.works[number] for number in found.trace.sequence]
     # Four chunks of the head and one layer, forward and twice backward; the layer's input needs a gradient.
     assert sum(work.kind == "matrix" for work in ran) == 4 * 3 + 3
+
+
+OWN_LOADER = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+class OwnIterator(_SingleProcessDataLoaderIter):
+    pass
+
+class OwnLoader(DataLoader):
+    def _get_iterator(self):
+        return (_MultiProcessingDataLoaderIter if self.num_workers else OwnIterator)(self)
+
+class Samples(IterableDataset):
+    def __iter__(self):
+        assert get_worker_info().num_workers == 2
+        yield from torch.randn(1000, 64)
+
+loader = OwnLoader(Samples(), batch_size=8, num_workers=2)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+assert type(iter(loader)) is OwnIterator
+for batch in loader:
+    model(batch.cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_loader_with_iterators_of_its_own_loads_without_worker_processes(
+    follow: Callable[..., ScriptEstimate],
+) -> None:
+    found = follow("train.py", script=OWN_LOADER)
+    facts = facts_of(found)
+    assert facts["micro_batch"] == "8"
+    assert "num_workers=2" in facts["loader"]

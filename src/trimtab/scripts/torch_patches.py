@@ -5,6 +5,7 @@ Only for a child process that follows one script and then exits: nothing is undo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
@@ -224,28 +225,61 @@ def _patch_backward(observer: Observer) -> None:
 
 def _patch_loaders(observer: Observer) -> None:
     """Load data in this process, and end loaders once the script has shown its steps."""
+    _patch_iterators(observer)
+    _patch_batches(observer)
+    _patch_fetchers(observer)
+
+
+def _patch_iterators(observer: Observer) -> None:
+    """Let loaders, also those with iterators of their own, load without worker processes."""
     from torch.utils.data import DataLoader
-    from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+    from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-    def get_iterator(loader: Any) -> Any:
-        workers, dataset = loader.num_workers, loader.dataset
-        if loader.batch_size is not None:
-            observer.learn("loader", f"batch_size={loader.batch_size}, num_workers={workers}")
-        own = copy_for_worker(loader)
-        with act_as_worker(loader, own):
-            if workers and loader.worker_init_fn is not None:
-                loader.worker_init_fn(0)
-            loader.__dict__.update(num_workers=0, dataset=own)
-            try:
-                iterator: Any = _SingleProcessDataLoaderIter(loader)
-            finally:
-                loader.__dict__.update(num_workers=workers, dataset=dataset)
-        iterator._trimtab_loader, iterator._trimtab_dataset = loader, own
-        if not observer.is_over and torch.is_grad_enabled():
-            observer.training_loader = observer.training_loader or loader
-        return iterator
+    def run_here(make_iterator: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a function that makes the iterator of a loader without worker processes."""
 
-    put(DataLoader, "_get_iterator", get_iterator)
+        @functools.wraps(make_iterator)
+        def get_iterator(loader: Any) -> Any:
+            workers, dataset = loader.num_workers, loader.dataset
+            if loader.batch_size is not None:
+                observer.learn("loader", f"batch_size={loader.batch_size}, num_workers={workers}")
+            own = copy_for_worker(loader)
+            with act_as_worker(loader, own):
+                if workers and loader.worker_init_fn is not None:
+                    loader.worker_init_fn(0)
+                loader.__dict__.update(num_workers=0, dataset=own)
+                try:
+                    iterator: Any = make_iterator(loader)
+                finally:
+                    loader.__dict__.update(num_workers=workers, dataset=dataset)
+            iterator._trimtab_loader, iterator._trimtab_dataset = loader, own
+            if observer.training_loader is None and not observer.is_over and torch.is_grad_enabled():
+                observer.training_loader = loader
+            return iterator
+
+        return get_iterator
+
+    def patch_class(cls: Any) -> None:
+        """Patch a loader with iterators of its own, such as torchdata's StatefulDataLoader."""
+        if "_get_iterator" in vars(cls):
+            put(cls, "_get_iterator", run_here(vars(cls)["_get_iterator"]))
+        for subclass in cls.__subclasses__():
+            patch_class(subclass)
+
+    @classmethod  # type: ignore[misc]
+    def patch_later(cls: Any, **options: Any) -> None:
+        super(DataLoader, cls).__init_subclass__(**options)
+        patch_class(cls)
+
+    patch_class(DataLoader)
+    put(DataLoader, "__init_subclass__", patch_later)
+    put(DataLoader, "_get_iterator", run_here(_SingleProcessDataLoaderIter))
+
+
+def _patch_batches(observer: Observer) -> None:
+    """Note every batch, and end loaders once the script has shown its steps."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
     original = _BaseDataLoaderIter.__next__
 
     def next_batch(iterator: Any) -> Any:
@@ -263,14 +297,16 @@ def _patch_loaders(observer: Observer) -> None:
         iterator._trimtab_count = count + 1
         observer.last_loader = loader
         begin = time.perf_counter()
-        with act_as_worker(iterator._trimtab_loader, iterator._trimtab_dataset):
+        workers: Any = contextlib.nullcontext()
+        if loader is not iterator:
+            workers = act_as_worker(loader, iterator._trimtab_dataset)
+        with workers:
             batch = original(iterator)
         observer.loader_s += time.perf_counter() - begin
         observer.loader_batches += 1
         return batch
 
     put(_BaseDataLoaderIter, "__next__", next_batch)
-    _patch_fetchers(observer)
 
 
 def _patch_fetchers(observer: Observer) -> None:
