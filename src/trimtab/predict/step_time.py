@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from trimtab.cache import MemoryCache, make_key
 from trimtab.catalog.tables import collectives
 from trimtab.predict.fusion import fuse_trace
@@ -57,12 +59,48 @@ class HostCosts(NamedTuple):
 HOST_FIELDS = [name for name in HostCosts._fields if name not in {"step", "piece_s"}]
 
 
+STEP_HOST_FIELDS = ("start_s", "saved_s", "restored_s", "watched_s", "block_s", "fresh_s")
+"""Costs of the host among the facts of a step."""
+
+
 def scale_host_costs(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
-    """Scale the measured costs of a host by the time of a bare operation on the calibrated one."""
+    """Scale the measured costs of a host by the time of a linear layer under autocast on the calibrated one.
+
+    Such a layer has what a step has: Python, autocast, dispatch, a library. A bare operation in a loop stays
+    in the processor's caches, and says less: where it takes twice as long, small steps take up to four times
+    as long. It is used for calibrations that have nothing else.
+    """
     measured = facts.host
     slower = calibration.get("forward_s", measured.bare_forward_s) / measured.bare_forward_s
+    if "linear_s" in calibration:
+        slower = calibration["linear_s"] / measured.linear_s
+    return _scale_host(facts, slower)
+
+
+def usual_host_costs(facts: DeviceFacts) -> HostCosts:
+    """Return the costs of a host that was not measured: between the fastest and the slowest that were."""
+    return scale_host_costs({"linear_s": facts.host.usual_linear_s}, facts)
+
+
+def list_host_speeds(facts: DeviceFacts) -> dict[float, HostCosts]:
+    """Return the costs of the fastest and the slowest measured host, by the seconds of a bare operation."""
+    measured = facts.host
+    return {
+        bare_operation_s(facts, linear_s): scale_host_costs({"linear_s": linear_s}, facts)
+        for linear_s in (measured.fastest_linear_s, measured.slowest_linear_s)
+    }
+
+
+def bare_operation_s(facts: DeviceFacts, linear_s: float) -> float:
+    """Return the seconds of a bare operation on a host by those of a linear layer."""
+    return linear_s / facts.host.linear_s * facts.host.bare_forward_s
+
+
+def _scale_host(facts: DeviceFacts, slower: float) -> HostCosts:
+    measured, step = facts.host, facts.step
     costs = {name: getattr(measured, name) * slower for name in HOST_FIELDS}
-    return HostCosts(**costs, piece_s=facts.step.piece_s * slower, step=facts.step)
+    scaled = {name: getattr(step, name) * slower for name in STEP_HOST_FIELDS}
+    return HostCosts(**costs, piece_s=step.piece_s * slower, step=msgspec.structs.replace(step, **scaled))
 
 
 class Clocks(NamedTuple):
