@@ -1159,12 +1159,12 @@ def read_results(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-HOST_SPEEDS = (16e-6, 20e-6, 25e-6, 30e-6, 36e-6, 45e-6, 60e-6)
-"""Seconds of a linear layer on hosts for which steps are predicted: a measured host is between two."""
+HOST_SPEEDS = (0.5, 0.6, 0.75, 0.9, 1.1, 1.35, 1.8)
+"""How long hosts take for single layers, over the calibrated one: a measured host is between two of them."""
 
 
 def _predict_by_host(trace: Any, case: QueuedCase, cluster: Any, step_s: float) -> list[list[float]]:
-    """Return the step's seconds by the seconds of a linear layer on the host, from the usual host's."""
+    """Return the step's seconds by how long the host takes for single layers, from the usual host's."""
     from trimtab.catalog.facts import facts_of
     from trimtab.predict import communication, step_time
     from trimtab.predict.calibration import find_speed
@@ -1181,17 +1181,20 @@ def _predict_by_host(trace: Any, case: QueuedCase, cluster: Any, step_s: float) 
     usual_s = time_step(speed.host)
     facts = facts_of(device)
     return [
-        [linear_s, step_s + time_step(step_time.scale_host_costs({"linear_s": linear_s}, facts)) - usual_s]
-        for linear_s in HOST_SPEEDS
+        [layers, step_s + time_step(step_time.host_costs_at(layers, facts)) - usual_s]
+        for layers in HOST_SPEEDS
     ]
 
 
-def interpolate_host(steps: list[list[float]], linear_s: float) -> float:
-    """Return the step's seconds on a host, between those of the two nearest hosts."""
+def interpolate_host(steps: list[list[float]], host: dict[str, float]) -> float:
+    """Return the step's seconds on a measured host, between those of the two nearest hosts."""
     import numpy as np
 
+    from trimtab.catalog.facts import fallback_facts
+    from trimtab.predict.step_time import compare_host
+
     speeds, seconds = zip(*steps, strict=True)
-    return float(np.interp(linear_s, speeds, seconds))
+    return float(np.interp(compare_host(host, fallback_facts()), speeds, seconds))
 
 
 def list_errors(line: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]:
@@ -1199,9 +1202,7 @@ def list_errors(line: dict[str, Any], predicted: dict[str, Any]) -> dict[str, fl
     errors = {name: value / line[name] - 1 for name, value in predicted.items() if line.get(name)}
     steps = predicted.get("step_s_by_host")
     if steps and line.get("step_s") and "host" in line:
-        errors["step_s with its host"] = (
-            interpolate_host(steps, line["host"]["linear_s"]) / line["step_s"] - 1
-        )
+        errors["step_s with its host"] = interpolate_host(steps, line["host"]) / line["step_s"] - 1
     return errors
 
 

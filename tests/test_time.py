@@ -267,23 +267,23 @@ def test_views_cost_the_host_in_both_passes_at_their_own_price() -> None:
     assert [forward, backward] == pytest.approx([80e-6, 50e-6])
 
 
-@pytest.mark.parametrize(
-    ("name", "power"), [("linear_s", FACTS.host.linear_power), ("forward_s", FACTS.host.bare_power)]
-)
-def test_a_slower_host_is_slower_in_all_of_its_costs(name: str, power: float) -> None:
-    figures = {"linear_s": FACTS.host.linear_s, "forward_s": FACTS.host.bare_forward_s}
-    usual, slow = (step_time.scale_host_costs({name: times * figures[name]}, FACTS) for times in (1.0, 2.0))
+def test_a_slower_host_is_slower_in_all_of_its_costs() -> None:
+    usual, slow = (step_time.host_costs_at(layers, FACTS) for layers in (1.0, 2.0))
     costs = [cost for cost in usual._fields if cost != "step"]
     assert usual.piece_s == FACTS.step.piece_s
+    slower = 2**FACTS.host.power
     assert [getattr(slow, cost) for cost in costs] == pytest.approx(
-        [2**power * getattr(usual, cost) for cost in costs]
+        [slower * getattr(usual, cost) for cost in costs]
     )
-    assert slow.step.block_s == pytest.approx(2**power * usual.step.block_s)
+    assert slow.step.block_s == pytest.approx(slower * usual.step.block_s)
 
 
-def test_a_linear_layer_says_more_about_a_host_than_a_bare_operation() -> None:
-    both = {"linear_s": FACTS.host.linear_s, "forward_s": 3 * FACTS.host.bare_forward_s}
-    assert step_time.scale_host_costs(both, FACTS).forward_s == FACTS.host.forward_s
+def test_a_host_is_compared_by_a_bare_operation_and_a_linear_layer() -> None:
+    both = {"forward_s": 8 * FACTS.host.bare_forward_s, "linear_s": 2 * FACTS.host.linear_s}
+    assert step_time.compare_host(both, FACTS) == pytest.approx(4)
+    # Old calibrations have only one of them, or none.
+    assert step_time.compare_host({"forward_s": both["forward_s"]}, FACTS) == pytest.approx(8)
+    assert step_time.scale_host_costs({}, FACTS).forward_s == FACTS.host.forward_s
 
 
 def describe_group_norm(samples: int, groups: int) -> Work:
@@ -834,7 +834,7 @@ def test_an_estimate_says_how_long_a_step_takes_on_other_hosts() -> None:
     busy, _ = estimate_trace(trace_of(large, phases={"forward": 0}), setting, H200, cluster=cluster)
     notes = [note for note in waiting.assumptions if "waits for the host" in note]
     assert len(notes) == 1
-    assert "6 to 14 us for a bare operation; 8 us are assumed" in notes[0]
+    assert "6 to 15 us for a bare operation; 8 us are assumed" in notes[0]
     assert not any("waits for the host" in note for note in busy.assumptions)
     # A calibration of this machine has measured its host.
     own = shipped_calibrations()[0].replace(device=H200.name)
@@ -842,14 +842,14 @@ def test_an_estimate_says_how_long_a_step_takes_on_other_hosts() -> None:
         trace_of(small, phases=phases), setting, H200, cluster=cluster, calibration=own
     )
     assert not any("waits for the host" in note for note in measured.assumptions)
-    facts = FACTS.host
-    scale = (own.host["linear_s"] / facts.usual_linear_s) ** facts.linear_power
+    scale = (step_time.compare_host(own.host, FACTS) / FACTS.host.usual) ** FACTS.host.power
     assert measured.step_s == pytest.approx((waiting.step_s or 0.0) * scale, rel=0.02)
 
 
 def test_errors_of_a_step_are_also_given_for_the_host_that_was_measured() -> None:
-    line = {"step_s": 0.03, "allocated_bytes": 100, "host": {"linear_s": 25e-6}}
-    predicted = {"step_s": 0.06, "allocated_bytes": 110, "step_s_by_host": [[20e-6, 0.02], [40e-6, 0.06]]}
+    host = {"forward_s": 0.75 * FACTS.host.bare_forward_s, "linear_s": 0.75 * FACTS.host.linear_s}
+    line = {"step_s": 0.03, "allocated_bytes": 100, "host": host}
+    predicted = {"step_s": 0.06, "allocated_bytes": 110, "step_s_by_host": [[0.5, 0.02], [1.5, 0.06]]}
     errors = list_errors(line, predicted)
     assert errors == pytest.approx({"step_s": 1.0, "allocated_bytes": 0.1, "step_s with its host": 0.0})
     # Predictions and results of other days have no host.

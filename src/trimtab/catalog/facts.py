@@ -31,12 +31,11 @@ class HostFacts(Facts, frozen=True, kw_only=True):
     """Host seconds per kind of work in a step."""
 
     bare_forward_s: float
-    bare_power: float
     linear_s: float
-    linear_power: float
-    usual_linear_s: float
-    fastest_linear_s: float
-    slowest_linear_s: float
+    power: float
+    usual: float
+    fastest: float
+    slowest: float
     forward_s: float
     backward_s: float
     plain_s: float

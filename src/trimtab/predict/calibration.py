@@ -76,7 +76,7 @@ def find_speed(device: Device, own: Calibration | None = None) -> Speed | None:
         if own is None
         else _build_pace(own, target, measured_on),
         # The host of a shipped calibration is that of one hour of one machine.
-        host=step_time.usual_host_costs(facts_of(device))
+        host=step_time.host_costs_at(facts_of(device).host.usual, facts_of(device))
         if own is None
         else step_time.scale_host_costs(own.host, facts_of(device)),
         own=own is not None or same_kind is not None,

@@ -394,15 +394,19 @@ def _describe_host_speed(
 ) -> list[str]:
     """Return a note if a step waits for a host that was not measured: its time with others."""
     facts = facts_of(device)
-    times = {bare_s: time_step(host) for bare_s, host in step_time.list_host_speeds(facts).items()}
-    (fast, least_s), (slow, most_s) = times.items()
+    host = facts.host
+    least_s, most_s = (
+        time_step(step_time.host_costs_at(layers, facts)) for layers in (host.fastest, host.slowest)
+    )
     if most_s - least_s < HOST_MATTERS * seconds:
         return []
-    assumed = step_time.bare_operation_s(facts, facts.host.usual_linear_s)
+    fast, slow, assumed = (
+        f"{layers * host.bare_forward_s * 1e6:.0f}" for layers in (host.fastest, host.slowest, host.usual)
+    )
     note = (
         f"time: the device waits for the host, which was not measured: a step takes {least_s * 1e3:.3g} to "
-        f"{most_s * 1e3:.3g} ms on hosts that need {fast * 1e6:.0f} to {slow * 1e6:.0f} us for a bare "
-        f"operation; {assumed * 1e6:.0f} us are assumed. `trimtab calibrate` on that machine measures it"
+        f"{most_s * 1e3:.3g} ms on hosts that need {fast} to {slow} us for a bare operation; {assumed} us "
+        "are assumed. `trimtab calibrate` on that machine measures it"
     )
     return [note]
 

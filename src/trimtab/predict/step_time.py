@@ -7,6 +7,7 @@ operations is as slow as the host, a step of few large ones as slow as the devic
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from functools import lru_cache
 from itertools import pairwise
@@ -63,43 +64,30 @@ STEP_HOST_FIELDS = ("start_s", "saved_s", "restored_s", "watched_s", "block_s", 
 """Costs of the host among the facts of a step."""
 
 
-def scale_host_costs(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
-    """Scale the measured costs of a host by the time of a linear layer under autocast on the calibrated one.
+def compare_host(calibration: dict[str, float], facts: DeviceFacts) -> float:
+    """Return how long a calibrated host takes for single layers, over the host that the costs are for.
 
-    Such a layer has what a step has: Python, autocast, dispatch, a library. It runs in a loop that stays in
-    the processor's caches, so where it takes twice as long, a step takes 2.4 times as long. A bare operation,
-    the only measurement in old calibrations, says less.
+    It is the geometric mean of a bare operation and of a linear layer under autocast, which has what a step
+    has: Python, autocast, dispatch, a library. Together they say more than each of them.
     """
-    measured = facts.host
-    if "linear_s" in calibration:
-        slower = (calibration["linear_s"] / measured.linear_s) ** measured.linear_power
-    else:
-        bare_s = calibration.get("forward_s", measured.bare_forward_s)
-        slower = (bare_s / measured.bare_forward_s) ** measured.bare_power
-    return _scale_host(facts, slower)
+    usual = {"forward_s": facts.host.bare_forward_s, "linear_s": facts.host.linear_s}
+    ratios = [calibration[name] / usual[name] for name in usual if name in calibration]
+    return math.prod(ratios) ** (1 / len(ratios)) if ratios else 1.0
 
 
-def usual_host_costs(facts: DeviceFacts) -> HostCosts:
-    """Return the costs of a host that was not measured: between the fastest and the slowest that were."""
-    return scale_host_costs({"linear_s": facts.host.usual_linear_s}, facts)
+def scale_host_costs(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
+    """Scale the measured costs of a host by how long the calibrated one takes for single layers."""
+    return host_costs_at(compare_host(calibration, facts), facts)
 
 
-def list_host_speeds(facts: DeviceFacts) -> dict[float, HostCosts]:
-    """Return the costs of the fastest and the slowest measured host, by the seconds of a bare operation."""
-    measured = facts.host
-    return {
-        bare_operation_s(facts, linear_s): scale_host_costs({"linear_s": linear_s}, facts)
-        for linear_s in (measured.fastest_linear_s, measured.slowest_linear_s)
-    }
+def host_costs_at(layers: float, facts: DeviceFacts) -> HostCosts:
+    """Return the costs of a host that takes this many times as long for single layers.
 
-
-def bare_operation_s(facts: DeviceFacts, linear_s: float) -> float:
-    """Return the seconds of a bare operation on a host by those of a linear layer."""
-    return linear_s / facts.host.linear_s * facts.host.bare_forward_s
-
-
-def _scale_host(facts: DeviceFacts, slower: float) -> HostCosts:
+    Single layers in a loop stay in the processor's caches, so where they take twice as long, a step takes 2.5
+    times as long (`power`).
+    """
     measured, step = facts.host, facts.step
+    slower = layers**measured.power
     costs = {name: getattr(measured, name) * slower for name in HOST_FIELDS}
     scaled = {name: getattr(step, name) * slower for name in STEP_HOST_FIELDS}
     return HostCosts(**costs, piece_s=step.piece_s * slower, step=msgspec.structs.replace(step, **scaled))
