@@ -834,7 +834,7 @@ def test_an_estimate_says_how_long_a_step_takes_on_other_hosts() -> None:
     busy, _ = estimate_trace(trace_of(large, phases={"forward": 0}), setting, H200, cluster=cluster)
     notes = [note for note in waiting.assumptions if "waits for the host" in note]
     assert len(notes) == 1
-    assert "6 to 15 us for a bare operation; 8 us are assumed" in notes[0]
+    assert "6 to 15 us for a bare operation; 11 us are assumed" in notes[0]
     assert not any("waits for the host" in note for note in busy.assumptions)
     # A calibration of this machine has measured its host.
     own = shipped_calibrations()[0].replace(device=H200.name)
