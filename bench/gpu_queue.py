@@ -5,6 +5,9 @@
     python bench/gpu_queue.py predict [--predictions FILE] [--workers N] [--only PATTERN]     needs no GPU
     python bench/gpu_queue.py compare [--out FILE] [--predictions FILE] [--only PATTERN]
 
+`compare` prints errors. "step_s with its host" is the error of the step with the speed of the host that was
+measured beside it; without that, a usual host is assumed.
+
 `run` appends one line of JSON a case to FILE (default bench/gpu_results.jsonl), with the hardware and the
 versions it was measured on, and skips cases that the file has already. Processes import and compile side by
 side; a lock lets one of them at a time use the GPU for what is timed. A setting of several GPUs is measured
@@ -1156,7 +1159,54 @@ def read_results(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def predict(case: QueuedCase) -> dict[str, float]:
+HOST_SPEEDS = (0.5, 0.6, 0.75, 0.9, 1.1, 1.35, 1.8)
+"""How long hosts take for single layers, over the calibrated one: a measured host is between two of them."""
+
+
+def _predict_by_host(trace: Any, case: QueuedCase, cluster: Any, step_s: float) -> list[list[float]]:
+    """Return the step's seconds by how long the host takes for single layers, from the usual host's."""
+    from trimtab.catalog.facts import facts_of
+    from trimtab.predict import communication, step_time
+    from trimtab.predict.calibration import find_speed
+
+    device = cluster.devices[0]
+    speed = find_speed(device)
+    if speed is None:
+        return []
+    links = communication.find_links(cluster, case.setting.gpus)
+
+    def time_step(host: Any) -> float:
+        return step_time.estimate_step(trace, case.setting, speed.pace, host, links).total_s
+
+    usual_s = time_step(speed.host)
+    facts = facts_of(device)
+    return [
+        [layers, step_s + time_step(step_time.host_costs_at(layers, facts)) - usual_s]
+        for layers in HOST_SPEEDS
+    ]
+
+
+def interpolate_host(steps: list[list[float]], host: dict[str, float]) -> float:
+    """Return the step's seconds on a measured host, between those of the two nearest hosts."""
+    import numpy as np
+
+    from trimtab.catalog.facts import fallback_facts
+    from trimtab.predict.step_time import compare_host
+
+    speeds, seconds = zip(*steps, strict=True)
+    return float(np.interp(compare_host(host, fallback_facts()), speeds, seconds))
+
+
+def list_errors(line: dict[str, Any], predicted: dict[str, Any]) -> dict[str, float]:
+    """Return the relative error of everything that was both predicted and measured."""
+    errors = {name: value / line[name] - 1 for name, value in predicted.items() if line.get(name)}
+    steps = predicted.get("step_s_by_host")
+    if steps and line.get("step_s") and "host" in line:
+        errors["step_s with its host"] = interpolate_host(steps, line["host"]) / line["step_s"] - 1
+    return errors
+
+
+def predict(case: QueuedCase) -> dict[str, Any]:
     """Today's prediction of a case."""
     from trimtab.catalog.clusters import parse_cluster
     from trimtab.predict.estimate import estimate_trace
@@ -1192,7 +1242,11 @@ def predict(case: QueuedCase) -> dict[str, float]:
         "allocated_bytes": found.allocated_bytes,
         "reserved_bytes": found.reserved_bytes,
         "process_bytes": found.process_bytes,
-        **({} if step_s is None else {"step_s": step_s}),
+        **(
+            {}
+            if step_s is None
+            else {"step_s": step_s, "step_s_by_host": _predict_by_host(trace, case, cluster, step_s)}
+        ),
         **(
             {}
             if found.host is None
@@ -1248,7 +1302,7 @@ def compare(out: Path, only: str, predictions: Path) -> None:
             except Exception as why:  # noqa: BLE001 - a case that cannot be predicted is an answer
                 print(f"{line['id']:42} {type(why).__name__}: {str(why)[:200]}", flush=True)
                 continue
-            found = {name: value / line[name] - 1 for name, value in predicted.items() if line.get(name)}
+            found = list_errors(line, predicted)
         for name, error in found.items():
             errors.setdefault(name, []).append(error)
         words = "  ".join(f"{name.removesuffix('_bytes')} {error:+.2%}" for name, error in found.items())

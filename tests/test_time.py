@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 import torch
+from bench.gpu_queue import list_errors
 
 import trimtab
 from test_cli import trimtab_cli
@@ -266,16 +267,23 @@ def test_views_cost_the_host_in_both_passes_at_their_own_price() -> None:
     assert [forward, backward] == pytest.approx([80e-6, 50e-6])
 
 
-def test_a_host_with_slower_bare_operations_is_slower_in_all_of_its_costs() -> None:
-    usual, slow = (
-        step_time.scale_host_costs({"forward_s": times * FACTS.host.bare_forward_s}, FACTS)
-        for times in (1.0, 2.0)
-    )
-    costs = [name for name in usual._fields if name != "step"]
+def test_a_slower_host_is_slower_in_all_of_its_costs() -> None:
+    usual, slow = (step_time.host_costs_at(layers, FACTS) for layers in (1.0, 2.0))
+    costs = [cost for cost in usual._fields if cost != "step"]
     assert usual.piece_s == FACTS.step.piece_s
-    assert [getattr(slow, name) for name in costs] == pytest.approx(
-        [2 * getattr(usual, name) for name in costs]
+    slower = 2**FACTS.host.power
+    assert [getattr(slow, cost) for cost in costs] == pytest.approx(
+        [slower * getattr(usual, cost) for cost in costs]
     )
+    assert slow.step.block_s == pytest.approx(slower * usual.step.block_s)
+
+
+def test_a_host_is_compared_by_a_bare_operation_and_a_linear_layer() -> None:
+    both = {"forward_s": 8 * FACTS.host.bare_forward_s, "linear_s": 2 * FACTS.host.linear_s}
+    assert step_time.compare_host(both, FACTS) == pytest.approx(4)
+    # Old calibrations have only one of them, or none.
+    assert step_time.compare_host({"forward_s": both["forward_s"]}, FACTS) == pytest.approx(8)
+    assert step_time.scale_host_costs({}, FACTS).forward_s == FACTS.host.forward_s
 
 
 def describe_group_norm(samples: int, groups: int) -> Work:
@@ -446,7 +454,7 @@ def test_accumulation_repeats_the_passes_and_not_the_optimizer() -> None:
     )
     optimizer = found.pace.seconds(adam)
     # The host is ahead by then: a pass does not begin again.
-    assert four - optimizer == pytest.approx(4 * (once - optimizer) - 3 * FACTS.step.start_s, rel=0.02)
+    assert four - optimizer == pytest.approx(4 * (once - optimizer) - 3 * found.host.step.start_s, rel=0.02)
 
 
 def test_reducing_gradients_is_hidden_behind_a_long_backward_pass_only() -> None:
@@ -746,3 +754,104 @@ def test_attention_with_a_mask_is_far_from_attention_without() -> None:
         for traits in ((), (1, 0), (0, 1))
     )
     assert math.dist(plain, masked) == math.dist(plain, dropped) == pytest.approx(3.0)
+
+
+def search(rows: int, last: int, dtype: str = "bfloat16") -> Work:
+    size = {"bfloat16": 2, "float32": 4}[dtype]
+    return Work(
+        op="aten::topk", kind="reduction", dtype=dtype, read_bytes=rows * last * size, write_bytes=rows * 640,
+        dims=(0, last),
+    )  # fmt: skip
+
+
+def test_topk_over_long_rows_takes_a_pass_for_each_byte_of_a_number() -> None:
+    found = find_speed(H200)
+    assert found is not None
+    half, single = (found.pace.seconds(search(16_384, 49_152, dtype)) for dtype in ("bfloat16", "float32"))
+    # A profile of a sparse autoencoder on an H200.
+    assert half == pytest.approx(5.9e-3, rel=0.05)
+    assert single == pytest.approx(half * (4 + 2) / (2 + 2))
+    # Few numbers: launches matter, which the menu knows.
+    few = search(1, 30_000)
+    assert found.pace.seconds(few) > 10 * few.read_bytes / RATES.bandwidth
+
+
+def test_rows_of_a_triangular_system_wait_for_each_other() -> None:
+    matrices, sides = (
+        torch.empty(1024, 64, columns, device="meta", dtype=torch.float32) for columns in (64, 256)
+    )
+    matrices.fake_device = sides.fake_device = torch.device("cuda")  # type: ignore[attr-defined]
+    solve = torch.ops.aten.linalg_solve_triangular.default
+    work = describe_work(solve, "aten::linalg_solve_triangular", (matrices, sides), {}, sides)
+    assert work is not None
+    # With the copy of the right sides, in a profile of a linear attention on an H200.
+    assert op_time.Pace(RATES).seconds(work) == pytest.approx(0.44e-3, rel=0.1)
+
+
+GATHERED = """
+import torch
+from torch import nn
+import trimtab
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4096)
+
+    def forward(self, source, places):
+        made = self.layer(source)
+        copied = torch.zeros_like(made).scatter_add(1, places, source[:, :1])
+        return made.gather(1, places).mean() + copied.mean()
+
+class Job(trimtab.Job):
+    name = "chosen"
+    def model(self): return Chosen()
+    def batch(self, size):
+        return {"source": torch.randn(size, 16), "places": torch.randint(0, 4096, (size, 1))}
+    def loss(self, model, batch): return model(**batch)
+"""
+
+
+def test_the_gradient_of_gather_adds_in_place(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(GATHERED, encoding="utf-8")
+    setting = Setting(micro_batch=512, global_batch=512)
+    trace = trace_setting(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
+    adds = {work.op: work for work in trace.works if work.op.startswith("aten::scatter_add")}
+    # The forward pass asked for a copy of what it adds into; the gradient of gather owns its zeros.
+    assert set(adds) == {"aten::scatter_add", "aten::scatter_add_"}
+    assert adds["aten::scatter_add"].write_bytes >= 512 * 4096 * 2
+    assert adds["aten::scatter_add_"].write_bytes < 512 * 64
+
+
+def test_an_estimate_says_how_long_a_step_takes_on_other_hosts() -> None:
+    small = [matrix(64, 64, 64).replace(flops=place) for place in range(1000)]
+    large = [matrix(8192, 8192, 8192)] * 20
+    cluster = trimtab.cluster("H200")
+    setting = Setting(micro_batch=1, global_batch=1)
+    phases = {"forward": 0, "backward": 500, "optimizer": 1000}
+    waiting, _ = estimate_trace(trace_of(small, phases=phases), setting, H200, cluster=cluster)
+    busy, _ = estimate_trace(trace_of(large, phases={"forward": 0}), setting, H200, cluster=cluster)
+    notes = [note for note in waiting.assumptions if "waits for the host" in note]
+    assert len(notes) == 1
+    assert "6 to 15 us for a bare operation; 11 us are assumed" in notes[0]
+    assert not any("waits for the host" in note for note in busy.assumptions)
+    # A calibration of this machine has measured its host.
+    own = shipped_calibrations()[0].replace(device=H200.name)
+    measured, _ = estimate_trace(
+        trace_of(small, phases=phases), setting, H200, cluster=cluster, calibration=own
+    )
+    assert not any("waits for the host" in note for note in measured.assumptions)
+    scale = (step_time.compare_host(own.host, FACTS) / FACTS.host.usual) ** FACTS.host.power
+    assert measured.step_s == pytest.approx((waiting.step_s or 0.0) * scale, rel=0.02)
+
+
+def test_errors_of_a_step_are_also_given_for_the_host_that_was_measured() -> None:
+    host = {"forward_s": 0.75 * FACTS.host.bare_forward_s, "linear_s": 0.75 * FACTS.host.linear_s}
+    line = {"step_s": 0.03, "allocated_bytes": 100, "host": host}
+    predicted = {"step_s": 0.06, "allocated_bytes": 110, "step_s_by_host": [[0.5, 0.02], [1.5, 0.06]]}
+    errors = list_errors(line, predicted)
+    assert errors == pytest.approx({"step_s": 1.0, "allocated_bytes": 0.1, "step_s with its host": 0.0})
+    # Predictions and results of other days have no host.
+    assert set(list_errors({"step_s": 0.03}, predicted)) == {"step_s"}
+    assert set(list_errors(line, {"step_s": 0.06})) == {"step_s"}

@@ -31,6 +31,11 @@ class HostFacts(Facts, frozen=True, kw_only=True):
     """Host seconds per kind of work in a step."""
 
     bare_forward_s: float
+    linear_s: float
+    power: float
+    usual: float
+    fastest: float
+    slowest: float
     forward_s: float
     backward_s: float
     plain_s: float
@@ -89,6 +94,9 @@ class LawFacts(Facts, frozen=True, kw_only=True):
     generated_streamed: float
     generated_tiled: float
     generated_issued: float
+    searched_per_s: float
+    search_block_s: float
+    solved: float
 
     def loading(self, alignment: int) -> float:
         """Return the share of full speed with rows aligned to this many bytes."""

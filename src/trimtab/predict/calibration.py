@@ -32,6 +32,8 @@ class Speed(NamedTuple):
     """The device that was calibrated."""
     imported: str = ""
     """Whose calibration it is and when it was taken, if it was imported."""
+    host_measured: bool = False
+    """Whether the host of this machine was measured."""
 
 
 @cache
@@ -73,10 +75,14 @@ def find_speed(device: Device, own: Calibration | None = None) -> Speed | None:
         pace=_shipped_pace(chosen.device, target, measured_on)
         if own is None
         else _build_pace(own, target, measured_on),
-        host=step_time.scale_host_costs(chosen.host, facts_of(device)),
+        # The host of a shipped calibration is that of one hour of one machine.
+        host=step_time.host_costs_at(facts_of(device).host.usual, facts_of(device))
+        if own is None
+        else step_time.scale_host_costs(own.host, facts_of(device)),
         own=own is not None or same_kind is not None,
         source=chosen.device,
         imported=describe_import(own) if own is not None and own.imported_on else "",
+        host_measured=own is not None and not own.imported_on and bool(own.host),
     )
 
 

@@ -28,6 +28,8 @@ from trimtab.strategies import strategy_of
 from trimtab.units import MIB, format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trimtab.catalog.facts import DeviceFacts, MemoryFacts
     from trimtab.catalog.tables import PublicCorrection
     from trimtab.predict.calibration import Speed
@@ -121,6 +123,10 @@ def warn_high_mfu(mfu: float | None, usual: MfuReference | None) -> str:
         f"time: the predicted MFU of {mfu:.0%} is above the best published ({usual.figures}); "
         "expect the step to take longer than predicted"
     )
+
+
+HOST_MATTERS = 0.1
+"""Share of a step between its times on the fastest and the slowest host from which a note says so."""
 
 
 def estimate_trace(  # noqa: PLR0913 - a setting, and the device that it runs on
@@ -335,9 +341,13 @@ def _estimate_time(  # noqa: PLR0913 - as above
         else communication.Links(1.0, 1.0, 1, 1)
     )
     link = find_host_link(device)
-    parts = step_time.estimate_step(
-        trace, setting, pace.pace, pace.host, among, fusing=fusing, host_bytes_per_s=link.bytes_per_s
-    )
+
+    def time_step(host: step_time.HostCosts) -> step_time.Step:
+        return step_time.estimate_step(
+            trace, setting, pace.pace, host, among, fusing=fusing, host_bytes_per_s=link.bytes_per_s
+        )
+
+    parts = time_step(pace.host)
     seconds = parts.total_s
     peak = device.peaks.get_rate(setting.dtypes.reference_products) or device.peaks.fp32
     flops = step_time.device_flops(trace, setting)
@@ -345,6 +355,8 @@ def _estimate_time(  # noqa: PLR0913 - as above
     mfu = flops / (seconds * peak) if peak else None
     usual = find_mfu_reference(model_kind(trace), device, setting.dtypes)
     notes = _list_time_notes(trace, setting, device, pace, fusing=fusing)
+    if not pace.host_measured:
+        notes += _describe_host_speed(device, seconds, lambda host: time_step(host).total_s)
     if setting.offload:
         notes.append(link.describe())
     notes += [CALLS_NOT_MEASURED] * setting.optimizer_in_backward
@@ -375,6 +387,28 @@ def _estimate_time(  # noqa: PLR0913 - as above
         "mfu_reference": usual if mfu is not None else None,
         "hardware_utilization": mfu and mfu * (once + trace.recomputed_flops) / once,
     }, notes
+
+
+def _describe_host_speed(
+    device: Device, seconds: float, time_step: Callable[[step_time.HostCosts], float]
+) -> list[str]:
+    """Return a note if a step waits for a host that was not measured: its time with others."""
+    facts = facts_of(device)
+    host = facts.host
+    least_s, most_s = (
+        time_step(step_time.host_costs_at(layers, facts)) for layers in (host.fastest, host.slowest)
+    )
+    if most_s - least_s < HOST_MATTERS * seconds:
+        return []
+    fast, slow, assumed = (
+        f"{layers * host.bare_forward_s * 1e6:.0f}" for layers in (host.fastest, host.slowest, host.usual)
+    )
+    note = (
+        f"time: the device waits for the host, which was not measured: a step takes {least_s * 1e3:.3g} to "
+        f"{most_s * 1e3:.3g} ms on hosts that need {fast} to {slow} us for a bare operation; {assumed} us "
+        "are assumed. `trimtab calibrate` on that machine measures it"
+    )
+    return [note]
 
 
 def mix_times(none: Estimate, full: Estimate, share: float) -> dict[str, Any]:

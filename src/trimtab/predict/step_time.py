@@ -7,10 +7,13 @@ operations is as slow as the host, a step of few large ones as slow as the devic
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from trimtab.cache import MemoryCache, make_key
 from trimtab.catalog.tables import collectives
@@ -57,12 +60,37 @@ class HostCosts(NamedTuple):
 HOST_FIELDS = [name for name in HostCosts._fields if name not in {"step", "piece_s"}]
 
 
+STEP_HOST_FIELDS = ("start_s", "saved_s", "restored_s", "watched_s", "block_s", "fresh_s")
+"""Costs of the host among the facts of a step."""
+
+
+def compare_host(calibration: dict[str, float], facts: DeviceFacts) -> float:
+    """Return how long a calibrated host takes for single layers, over the host that the costs are for.
+
+    It is the geometric mean of a bare operation and of a linear layer under autocast, which has what a step
+    has: Python, autocast, dispatch, a library. Together they say more than each of them.
+    """
+    usual = {"forward_s": facts.host.bare_forward_s, "linear_s": facts.host.linear_s}
+    ratios = [calibration[name] / usual[name] for name in usual if name in calibration]
+    return math.prod(ratios) ** (1 / len(ratios)) if ratios else 1.0
+
+
 def scale_host_costs(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
-    """Scale the measured costs of a host by the time of a bare operation on the calibrated one."""
-    measured = facts.host
-    slower = calibration.get("forward_s", measured.bare_forward_s) / measured.bare_forward_s
+    """Scale the measured costs of a host by how long the calibrated one takes for single layers."""
+    return host_costs_at(compare_host(calibration, facts), facts)
+
+
+def host_costs_at(layers: float, facts: DeviceFacts) -> HostCosts:
+    """Return the costs of a host that takes this many times as long for single layers.
+
+    Single layers in a loop stay in the processor's caches, so where they take twice as long, a step takes 2.5
+    times as long (`power`).
+    """
+    measured, step = facts.host, facts.step
+    slower = layers**measured.power
     costs = {name: getattr(measured, name) * slower for name in HOST_FIELDS}
-    return HostCosts(**costs, piece_s=facts.step.piece_s * slower, step=facts.step)
+    scaled = {name: getattr(step, name) * slower for name in STEP_HOST_FIELDS}
+    return HostCosts(**costs, piece_s=step.piece_s * slower, step=msgspec.structs.replace(step, **scaled))
 
 
 class Clocks(NamedTuple):

@@ -100,6 +100,10 @@ POINTWISE_OPS = {
 }  # fmt: skip
 UPSAMPLING_BACKWARD = {f"{name}_backward" for name in UPSAMPLING}
 BICUBIC = "aten::upsample_bicubic2d"
+GRADIENT_SCATTERS = {"aten::scatter", "aten::scatter_add", INDEX_ADD}
+"""Operations that autograd's formulas run in place on fresh zeros, as in the gradient of gather, topk or max.
+While a dispatch mode watches, as in a trace, the same formulas take the form that copies the zeros first."""
+TRIANGULAR_SOLVE = "aten::linalg_solve_triangular"
 ADDING_OPS = {INDEX_ADD, "aten::scatter_add", "aten::scatter_reduce", "aten::index_put"}
 CHANNEL_SOFTMAX = {"aten::_softmax", "aten::_log_softmax"}
 GATHER_WORDS = ("embedding", "index", "gather", "scatter", "take", "masked_select", "masked_scatter")
@@ -136,7 +140,7 @@ def read_schema_traits(func: Any) -> tuple[bool, frozenset[int]]:
     return view, frozenset(written)
 
 
-def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
+def describe_work(  # noqa: C901, PLR0911, PLR0912 - one way out for each kind
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Work | None:
     """Return the work of an operation that returned `out`, or None if it does not use the device."""
@@ -169,14 +173,22 @@ def describe_work(  # noqa: C901, PLR0911 - one way out for each kind
         return update.replace(flops=_count_update_instructions(args), dtype="float32")
     if "_foreach_" in name or "_fused_" in name or "_amp_foreach" in name:
         return _describe_multi_tensor(name, args, inputs, results, written)
+    if name in GRADIENT_SCATTERS:
+        return _describe_scatter(name, args, inputs, results)
     return _describe_elementwise(name, args, inputs, results, written)
 
 
 def read_work_state(name: str) -> Hashable:
-    """Return what the work of an operation depends on besides its arguments: torch's flags for TF32."""
+    """Return what the work of an operation depends on besides its arguments: TF32, or the backward pass."""
     if name in _RULES or "attention" in name:
         return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    return None
+    return _runs_in_backward() if name in GRADIENT_SCATTERS else None
+
+
+def _runs_in_backward() -> bool:
+    """Return whether autograd's engine runs the current operation."""
+    engine: Any = torch._C
+    return bool(engine._current_graph_task_id() != -1)
 
 
 COPIES = {"aten::copy_", "aten::_to_copy"}
@@ -292,6 +304,30 @@ def _describe_sparse(name: str, inputs: list[torch.Tensor], results: list[torch.
         read_bytes=reads,
         write_bytes=writes,
         dims=(0, lead.shape[-1] if lead is not None and lead.dim() else 1),
+    )
+
+
+def _describe_scatter(
+    name: str, args: tuple[Any, ...], inputs: list[torch.Tensor], results: list[torch.Tensor]
+) -> Work:
+    """Return the work of a scatter, which a gradient's formula runs in place on zeros."""
+    if _runs_in_backward() and _count_added(inputs, results[0]) < results[0].numel():
+        return _describe_elementwise(f"{name}_", args, inputs, [args[0]], {0})
+    return _describe_elementwise(name, args, inputs, results, ())
+
+
+def _describe_triangular(name: str, args: tuple[Any, ...], out: Any) -> Work:
+    """Return the work of triangular systems: each row of a solution waits for the rows before it."""
+    matrices, sides = args[0], args[1]
+    return Work(
+        op=name,
+        kind="pointwise",
+        dtype=dtype_name(matrices.dtype),
+        flops=out.numel() * matrices.shape[-1],
+        # The right sides are copied into the result first.
+        read_bytes=count_bytes(matrices) + count_bytes(sides) + count_bytes(out),
+        write_bytes=2 * count_bytes(out),
+        dims=(0, out.shape[-1]),
     )
 
 
@@ -783,6 +819,7 @@ _RULES: dict[str, Callable[[str, tuple[Any, ...], Any], Work]] = {
     "aten::cudnn_convolution": _describe_convolution,
     "aten::convolution_backward": _describe_convolution,
     "aten::roll": _describe_roll,
+    TRIANGULAR_SOLVE: _describe_triangular,
     "aten::_cudnn_rnn": _describe_recurrent,
     "aten::_cudnn_rnn_backward": _describe_recurrent,
 }
