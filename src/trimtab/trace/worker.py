@@ -89,9 +89,10 @@ def seed_random_numbers() -> None:
 
 def prepare_job(requests: TraceRequests) -> Any:
     """Install the fake device and load the job; then import what every trace needs."""
+    from trimtab.trace.block_masks import find_recorder
     from trimtab.trace.fake_cuda import install_fake_cuda
     from trimtab.trace.flash_attn_package import stand_in_for_flash_attn
-    from trimtab.trace.flex_attention import find_recorder, patch_flex_attention
+    from trimtab.trace.flex_attention import patch_flex_attention
     from trimtab.trace.hub_kernels import stand_in_for_hub_kernels
     from trimtab.trace.triton_kernels import patch_triton
 
