@@ -65,8 +65,11 @@ FILL_OPS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
 """Operations that set all entries to the same value: that value, from the arguments."""
 RAGGED_ATTRIBUTE = "_trimtab_ragged"
 """Attribute of a tensor whose length depends on values that the model computes: that length."""
+DRAWN_ATTRIBUTE = "_trimtab_drawn"
+"""Attribute of a tensor with known values that follow from random numbers of a step."""
 VALUE_ATTRIBUTES = (
-    REAL_ATTRIBUTE, EXAMPLE_ATTRIBUTE, RAGGED_ATTRIBUTE, "_trimtab_value", "_trimtab_share", "_trimtab_range", "_trimtab_order",
+    DRAWN_ATTRIBUTE, REAL_ATTRIBUTE, EXAMPLE_ATTRIBUTE, RAGGED_ATTRIBUTE, "_trimtab_value", "_trimtab_share",
+    "_trimtab_range", "_trimtab_order",
 )  # fmt: skip
 """Attributes of a fake tensor that say something about its values."""
 PUT_WORDS = ("index_put", "index_add", "index_copy", "index_fill", "scatter")
@@ -84,6 +87,8 @@ drawn."""
 MAX_REAL_INTEGERS = 2**22
 """Largest number of integers or booleans that are computed for real in addition to the fake tensor."""
 MAX_REAL_FLOATS = 2**18
+DRAWING_OPS = {"aten::randint", "aten::randperm", "aten::rand"}
+"""Operations in FACTORY_OPS that draw random numbers."""
 NEARLY_ONE = 1 - 2**-7
 """A random number above every usual probability to skip a layer, and below 1 in all dtypes."""
 
@@ -96,6 +101,10 @@ class ValueTracker:
         self.results = ResultCache()
         self.has_ragged = False
         """Whether any tensor has a length that depends on computed values."""
+        self.is_training = False
+        """Whether steps run: random numbers of the batch are the same in every step."""
+        self.has_drawn_sizes = False
+        """Whether a size in a step followed from random numbers of that step."""
         self._answers: set[int] = set()
         """Integers that were read from example values."""
 
@@ -117,11 +126,11 @@ class ValueTracker:
                 setattr(leaf, RAGGED_ATTRIBUTE, max(lengths.intersection(leaf.shape)))
 
     def _mark_ragged(self, mask: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Mark a result whose length is the number of set mask entries, unless the mask is known.
+        """Mark a result whose length is the number of set mask entries, unless it is equal in all steps.
 
-        Known masks depend only on the batch, and a measured run uses one batch.
+        Other known masks depend only on the batch, and a measured run uses one batch.
         """
-        if not hasattr(mask, "_trimtab_real"):
+        if not hasattr(mask, "_trimtab_real") or hasattr(mask, DRAWN_ATTRIBUTE):
             self.has_ragged = True
             setattr(out, RAGGED_ATTRIBUTE, self.count_set(mask))
         return out
@@ -137,7 +146,7 @@ class ValueTracker:
             return HALF
         return float(share)
 
-    def compute_real(
+    def compute_real(  # noqa: C901 - one case for each kind
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         """Compute the result for real on the host if all inputs are known: positions, lengths, masks."""
@@ -158,7 +167,9 @@ class ValueTracker:
         if changes and notes and hasattr(args[0], REAL_ATTRIBUTE):
             # Values that do not depend on data must not change where views of them are known.
             with _disable_current_modes():
-                setattr(args[0], EXAMPLE_ATTRIBUTE, Example(getattr(args[0], REAL_ATTRIBUTE).clone(), notes[0]))
+                setattr(
+                    args[0], EXAMPLE_ATTRIBUTE, Example(getattr(args[0], REAL_ATTRIBUTE).clone(), notes[0])
+                )
             delattr(args[0], REAL_ATTRIBUTE)
         try:
             real = _run_on_host(func, name, args, kwargs)
@@ -169,14 +180,20 @@ class ValueTracker:
             self.assume("layers that are skipped at random are taken to run")
             with _disable_current_modes():
                 real.fill_(NEARLY_ONE)
+        is_drawn = self.is_training and name in DRAWING_OPS and out.numel() > 1
+        is_drawn = is_drawn or any(hasattr(tensor, DRAWN_ATTRIBUTE) for tensor in inputs)
         for fake, value in zip(results, tree_leaves(real), strict=False):
             if isinstance(value, torch.Tensor) and value.shape == fake.shape:
+                if is_drawn:
+                    setattr(fake, DRAWN_ATTRIBUTE, True)
                 if notes:
                     setattr(fake, EXAMPLE_ATTRIBUTE, Example(value, notes[0]))
                 else:
                     setattr(fake, REAL_ATTRIBUTE, value)
 
-    def record_values(self, name: str, args: tuple[Any, ...], out: Any) -> None:  # noqa: C901 - one case for each kind
+    def record_values(  # noqa: C901, PLR0912 - one case for each kind
+        self, name: str, args: tuple[Any, ...], out: Any
+    ) -> None:
         """Record what follows from an operation about the values of its result."""
         if name in INDEX_OPS:
             if isinstance(out, tuple | list) and len(out) == 2:  # noqa: PLR2004 - values and indices
@@ -303,9 +320,13 @@ class ValueTracker:
                 self._answers.update(map(int, example.values.unique()))
         return example.values
 
+    def _note_drawn(self, tensor: torch.Tensor) -> None:
+        self.has_drawn_sizes = self.has_drawn_sizes or hasattr(tensor, DRAWN_ATTRIBUTE)
+
     def _answer_item(self, tensor: torch.Tensor) -> float | int | bool:
         """Return the known or assumed result of `.item()`."""
         if hasattr(tensor, "_trimtab_real"):
+            self._note_drawn(tensor)
             with _disable_current_modes():
                 return tensor._trimtab_real.item()
         if hasattr(tensor, "_trimtab_value"):
@@ -324,6 +345,7 @@ class ValueTracker:
     def count_set(self, mask: torch.Tensor) -> int:
         """Return the known or assumed number of set entries of a mask."""
         if hasattr(mask, "_trimtab_real"):
+            self._note_drawn(mask)
             with _disable_current_modes():
                 return int(torch.count_nonzero(mask._trimtab_real))
         example = read_example(mask)
@@ -370,9 +392,11 @@ class ValueTracker:
     def _make_known_result(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return fake results of the sizes that an operation has with the known or assumed values."""
         for leaf in tree_leaves(args):
-            if isinstance(leaf, torch.Tensor) and (example := read_example(leaf)) is not None:
-                self.assume(example.note)
-                self.has_ragged = True
+            if isinstance(leaf, torch.Tensor):
+                self._note_drawn(leaf)
+                if (example := read_example(leaf)) is not None:
+                    self.assume(example.note)
+                    self.has_ragged = True
         real = _run_on_host(func, name, args, kwargs)
         return tree_map_only(
             torch.Tensor, lambda result: args[0].new_empty(tuple(result.shape), dtype=result.dtype), real
@@ -449,7 +473,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _forget_values(tensor: Any) -> None:
-    for name in (REAL_ATTRIBUTE, EXAMPLE_ATTRIBUTE):
+    for name in (REAL_ATTRIBUTE, EXAMPLE_ATTRIBUTE, DRAWN_ATTRIBUTE):
         if hasattr(tensor, name):
             delattr(tensor, name)
 

@@ -54,6 +54,12 @@ LEAST_STAGE_BLOCKS = 10
 STEPS = 3
 """The first step creates optimizer states and workspaces, the second has all of them, the third shows the
 steady state of the allocator."""
+DRAWN_STEPS = 8
+"""Steps of a job whose sizes follow from random numbers."""
+DRAWN_NOTE = (
+    f"sizes that follow from random numbers, as of a random mask, differ between steps: the peak is that of "
+    f"{DRAWN_STEPS} steps, and later ones may take more"
+)
 
 
 WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
@@ -639,17 +645,22 @@ def _run_timed_steps(built: _BuiltModel, state: Any, batch: Any, names: dict[int
     key = _step_key(request.setting, built.rank)
     repeater = PassRepeater(recorder, state)
     kept: list[int] = []
+    values = recorder.kernels.values
+    values.is_training = True
     for number in range(STEPS):
         if number == 1:
             repeater.end_first_step()
+            if values.has_drawn_sizes:
+                _run_drawn_steps(built, state, batch)
         if number == STEPS - 1:
             # Eager code is steady after two steps; compiled code is still being tuned.
-            if not recorder.uses_compile and repeat_step(recorder, "step0", "step1", "step2"):
+            is_steady = not recorder.uses_compile and not values.has_drawn_sizes
+            if is_steady and repeat_step(recorder, "step0", "step1", "step2"):
                 break
             recorder.clear_works()
         recorder.mark_phase(f"step{number}", "activations")
         recorder.records_work = number > 0 or repeater.is_possible
-        copies = number == 1 and key in REPEATING and repeater.can_copy()
+        copies = number == 1 and key in REPEATING and not values.has_drawn_sizes and repeater.can_copy()
         if copies:
             repeater.hold_gradients()
         passes = repeater.copy_passes if copies else repeater.note_passes
@@ -669,6 +680,20 @@ def _run_timed_steps(built: _BuiltModel, state: Any, batch: Any, names: dict[int
     if recorder.uses_compile:
         sort_gradient_marks(recorder, list(names.values()))
     return kept
+
+
+def _run_drawn_steps(built: _BuiltModel, state: Any, batch: Any) -> None:
+    """Run more steps after the first one, whose random numbers give tensors other sizes.
+
+    Memory that is cached for one size is too small for a larger one, so the reserved memory grows.
+    """
+    from trimtab.engine import step as steps
+
+    built.recorder.records_work = False
+    for _ in range(DRAWN_STEPS - STEPS):
+        with _blame_member("loss()"):
+            steps.run_step(state, [batch], clip=built.request.clip)
+    built.recorder.kernels.assume(DRAWN_NOTE)
 
 
 def _make_batch(job: Any, setting: Setting, *, longest: bool) -> Any:
