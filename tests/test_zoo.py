@@ -19,7 +19,7 @@ from trimtab.catalog.facts import fallback_facts
 from trimtab.errors import CannotFollow, JobFailed, WrongUse
 from trimtab.predict.op_time import Rates, roofline_s
 from trimtab.spec import Work
-from trimtab.trace import cpu_check, data_dependent, fake_cuda, recurrent
+from trimtab.trace import cpu_check, data_dependent, fake_cuda, recurrent, worker
 
 pytestmark = pytest.mark.xdist_group("zoo")  # its fixture is made once
 KINDS = """
@@ -202,6 +202,17 @@ class SplitByMask(Base):
 
 
 @job
+class Drawn(Base):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(32, 32)
+
+    def forward(self, x, lengths):
+        hidden = torch.rand(x.shape[:2], device=x.device) < torch.rand(len(x), 1, device=x.device)
+        return self.line(x[hidden])
+
+
+@job
 class Straggler(Base):
     def __init__(self):
         super().__init__()
@@ -243,6 +254,7 @@ NAMES = (
     "SplitByArray",
     "SplitByUnique",
     "SplitByMask",
+    "Drawn",
     "Straggler",
     "Numbers",
     "Wrong",
@@ -304,6 +316,11 @@ def test_lengths_of_a_mask_add_up_to_its_set_entries(kinds: dict[str, dict[str, 
     assert kinds["SplitByMask"]["assumptions"] == [data_dependent.HALF_NOTE]
     tokens = 4 * 12
     assert kinds["SplitByMask"]["flops"] == 2 * tokens * 32 + 2 * (2 * tokens // 2 * 32 * 32)
+
+
+def test_sizes_from_random_numbers_are_those_of_several_steps(kinds: dict[str, dict[str, Any]]) -> None:
+    assert kinds["Drawn"]["words"] == ""
+    assert kinds["Drawn"]["assumptions"] == [worker.DRAWN_NOTE]
 
 
 def test_scripted_functions_are_followed_and_named(kinds: dict[str, dict[str, Any]]) -> None:

@@ -248,7 +248,7 @@ class ValueTracker:
         if is_zero and value and index.numel() and not isinstance(dim, torch.Tensor):
             for tensor in {id(target): target, id(out): out}.values():
                 if tensor is out or out is target:
-                    tensor._trimtab_share = index.shape[dim] / target.shape[dim]  # type: ignore[attr-defined]
+                    tensor._trimtab_share = index.shape[dim] / target.shape[dim]
 
     def _record_mask(  # noqa: C901 - one case for each kind
         self, name: str, args: tuple[Any, ...], out: torch.Tensor

@@ -57,8 +57,8 @@ steady state of the allocator."""
 DRAWN_STEPS = 8
 """Steps of a job whose sizes follow from random numbers."""
 DRAWN_NOTE = (
-    f"sizes that follow from random numbers, as of a random mask, differ between steps: the peak is that of "
-    f"{DRAWN_STEPS} steps, and later ones may take more"
+    "sizes that follow from random numbers, as of a random mask, differ between steps: peaks are those of "
+    f"{DRAWN_STEPS} steps, and reserved memory depends on their order"
 )
 
 
@@ -688,9 +688,11 @@ def _run_drawn_steps(built: _BuiltModel, state: Any, batch: Any) -> None:
     Memory that is cached for one size is too small for a larger one, so the reserved memory grows.
     """
     from trimtab.engine import step as steps
+    from trimtab.spec.trace import DRAWN_STEP
 
     built.recorder.records_work = False
-    for _ in range(DRAWN_STEPS - STEPS):
+    for number in range(DRAWN_STEPS - STEPS):
+        built.recorder.mark_phase(f"{DRAWN_STEP}{number}", "activations")
         with _blame_member("loss()"):
             steps.run_step(state, [batch], clip=built.request.clip)
     built.recorder.kernels.assume(DRAWN_NOTE)
