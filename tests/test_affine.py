@@ -288,7 +288,7 @@ def test_of_two_micro_batches_at_two_numbers_of_shards_three_are_traced() -> Non
     assert found[-1].replace(assumptions=()) == real.replace(assumptions=())
 
 
-# ------------------------------------------------------------------------ sizes that follow from random numbers
+# -------------------------------------------------------------------- sizes that follow from random numbers
 
 
 def test_reserved_memory_is_the_median_of_orders_of_steps() -> None:
