@@ -16,7 +16,7 @@ from trimtab.predict.derive import (
     interpolate_trace,
     is_close,
 )
-from trimtab.predict.memory import estimate_memory
+from trimtab.predict.memory import estimate_memory, list_step_orders
 from trimtab.predict.traces import (
     _choose_ends,
     get_traces,
@@ -286,3 +286,39 @@ def test_of_two_micro_batches_at_two_numbers_of_shards_three_are_traced() -> Non
     (real,) = trace_settings("slm:tiny", settings[-1:], device, cache=False)
     assert isinstance(real, Trace)
     assert found[-1].replace(assumptions=()) == real.replace(assumptions=())
+
+
+# -------------------------------------------------------------------- sizes that follow from random numbers
+
+
+def test_reserved_memory_is_the_median_of_orders_of_steps() -> None:
+    """Each size is larger than all before it, or the largest comes first and makes room for all others."""
+    lengths = (64, 80, 100, 120, 90)
+    order: list[int] = []
+    marks = {"build": 0, "batch": 0}
+    for number, name in enumerate(("step0", "drawn0", "drawn1", "step1", "step2")):
+        marks[name] = len(order)
+        order += [number, ~number]
+    columns = (0,) * len(lengths)
+    drawn = Trace(
+        order=tuple(order),
+        sizes=tuple(length * MIB for length in lengths),
+        streams=columns,
+        parts=(3,) * len(lengths),
+        modules=columns,
+        ops=columns,
+        module_names=("",),
+        op_names=("aten::mm",),
+        marks=marks | {"end": len(order)},
+    )
+    orders = list_step_orders(drawn)
+    assert [trace.sizes[1] // MIB for trace in orders] == [100, 120, 90]
+    assert all(sorted(trace.sizes) == sorted(drawn.sizes) for trace in orders)
+    peaks = estimate_memory(drawn)
+    assert peaks.allocated_bytes == 120 * MIB
+    # As traced: 64 + 80 + 100 + 120. Rotated: 64 + 100 + 120, 64 + 120, and 64 + 90 + 100 + 120.
+    assert peaks.reserved_bytes == (284 + 364) * MIB // 2
+    # Without the marks, the order is that of the trace.
+    plain = drawn.replace(marks={name: at for name, at in drawn.marks.items() if "drawn" not in name})
+    assert list_step_orders(plain) == []
+    assert estimate_memory(plain).reserved_bytes == 364 * MIB

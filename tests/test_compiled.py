@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,8 @@ from trimtab.catalog.clusters import device_from_row
 from trimtab.catalog.devices import find_reported_device
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.exams.run import predict_case, read_cases
-from trimtab.spec import PARTS, Device, Estimate
+from trimtab.spec import PARTS, Device, Estimate, Precision, Setting
+from trimtab.spec.trace import GRAPH_ENTER
 from trimtab.trace.compiled import (
     CostClock,
     KernelTuning,
@@ -21,6 +23,8 @@ from trimtab.trace.compiled import (
     count_additions,
     count_instructions,
 )
+from trimtab.trace.request import TraceRequest
+from trimtab.trace.tracer import trace_setting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,6 +136,43 @@ class Own(Job):
         return torch.compile(Net(), mode="max-autotune")
 
 
+class Windowed(Job):
+    # Attention is compiled by the job itself, in a loop over layers, with a mask made in the forward pass.
+    def model(self):
+        from torch.nn.attention import flex_attention as flex
+
+        def is_near(batch, head, row, column):
+            return (row >= column) & (row - column < 128)
+
+        class Attend(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inward = nn.Linear(256, 3 * 256)
+
+            def forward(self, x, mask):
+                heads = self.inward(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+                attend = torch.compile(flex.flex_attention, dynamic=False)
+                return x + attend(*heads.unbind(), block_mask=mask).transpose(1, 2).flatten(2)
+
+        class Window(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(Attend() for _ in range(2))
+
+            def forward(self, x):
+                mask = flex.create_block_mask(is_near, None, None, 512, 512, device=x.device.type)
+                for layer in self.layers:
+                    x = layer(x, mask)
+                return x
+        return Window()
+
+    def batch(self, size):
+        return torch.randn(size, 512, 256), None
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().mean()
+
+
 class Host(Job):
     # Part of the graph is for the CPU: nothing is compiled for it, and it takes no device memory.
     def model(self):
@@ -204,6 +245,21 @@ def test_a_job_that_compiles_itself_needs_no_option() -> None:
     own, asked = estimate("Own"), estimate(compile=True)
     assert own.allocated_bytes == asked.allocated_bytes
     assert any("default mode, not max-autotune" in assumption for assumption in own.assumptions)
+
+
+@pytest.mark.slow
+def test_flex_attention_is_a_part_of_the_compiled_model() -> None:
+    setting = Setting(micro_batch=4, global_batch=4, precision=Precision.BF16, compile=True)
+    trace = trace_setting(TraceRequest(job=shared_job(JOB, "Windowed"), setting=setting, device=h200()))
+    counts = Counter(trace.works[number].op for number in trace.sequence)
+    assert counts["trimtab::flex_attention"] == counts["trimtab::flex_attention_backward"] == 2
+    # One graph makes the mask; the layers are one graph forward and one backward.
+    assert counts[GRAPH_ENTER] == 3
+    assert not any("flex_attention" in text for text in trace.assumptions)
+    # A row of 4 blocks has 1, 2, 2 and 2 of them.
+    share = 7 / 16
+    (attention,) = [work for work in trace.works if work.op == "trimtab::flex_attention"]
+    assert attention.flops == pytest.approx(share * 4 * 4 * 512**2 * 64 * 4, rel=1e-4)
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -19,7 +19,7 @@ from trimtab.catalog.facts import fallback_facts
 from trimtab.errors import CannotFollow, JobFailed, WrongUse
 from trimtab.predict.op_time import Rates, roofline_s
 from trimtab.spec import Work
-from trimtab.trace import cpu_check, fake_cuda, recurrent
+from trimtab.trace import cpu_check, data_dependent, fake_cuda, recurrent, worker
 
 pytestmark = pytest.mark.xdist_group("zoo")  # its fixture is made once
 KINDS = """
@@ -145,6 +145,73 @@ class Grouped(Base):
         return grouped_mm(flat[chosen.argsort()], self.experts, offs=ends)
 
 
+class Routed(Base):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(32, 8)
+        self.experts = nn.ModuleList([nn.Linear(32, 32) for _ in range(8)])
+
+    def forward(self, x, lengths):
+        x = x.flatten(0, 1)
+        chosen = self.gate(x).float().topk(2, -1)[1]
+        order = chosen.flatten().argsort(stable=True)
+        done = torch.cat(list(self.take(x[order // 2], chosen, order)))
+        return torch.zeros_like(done[: len(x)]).index_add_(0, order // 2, done)
+
+
+@job
+class SplitByCounts(Routed):
+    def take(self, rows, chosen, order):
+        counts = torch.bincount(chosen.flatten(), minlength=8)
+        assert int(counts.max()) == 12
+        for expert, part in zip(self.experts, rows.split(counts.tolist())):
+            yield expert(part)
+
+
+@job
+class SplitByArray(Routed):
+    def take(self, rows, chosen, order):
+        hot = chosen.new_zeros(len(chosen), 8).scatter_(1, chosen, 1)
+        ends = hot.sum(0).cpu().numpy().cumsum()
+        for expert, first, last in zip(self.experts, [0, *ends], ends):
+            yield expert(rows[first:last])
+
+
+@job
+class SplitByUnique(Routed):
+    def take(self, rows, chosen, order):
+        numbers, counts = chosen.flatten()[order].unique_consecutive(return_counts=True)
+        parts = rows.tensor_split(counts.cumsum(0)[:-1].cpu())
+        for number, part in zip(numbers.tolist(), parts):
+            yield self.experts[number](part)
+
+
+@job
+class SplitByMask(Base):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.line = nn.Linear(32, 1), nn.Linear(32, 32)
+
+    def forward(self, x, lengths):
+        kept = self.gate(x)[..., 0] > 0
+        ends = nn.functional.pad(kept.sum(-1).cumsum(0), (1, 0)).tolist()
+        place = kept.flatten().nonzero()[:, 0]
+        rows = x.flatten(0, 1)[place]
+        done = torch.cat([self.line(rows[first:last]) for first, last in zip(ends, ends[1:])])
+        return torch.zeros_like(rows).index_copy(0, torch.arange(len(rows), device=x.device), done.float())
+
+
+@job
+class Drawn(Base):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(32, 32)
+
+    def forward(self, x, lengths):
+        hidden = torch.rand(x.shape[:2], device=x.device) < torch.rand(len(x), 1, device=x.device)
+        return self.line(x[hidden])
+
+
 @job
 class Straggler(Base):
     def __init__(self):
@@ -183,6 +250,11 @@ NAMES = (
     "Sparse",
     "SparseGradients",
     "Grouped",
+    "SplitByCounts",
+    "SplitByArray",
+    "SplitByUnique",
+    "SplitByMask",
+    "Drawn",
     "Straggler",
     "Numbers",
     "Wrong",
@@ -228,6 +300,27 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_it_is_followed(kinds: dict[str, dict[str, Any]], name: str) -> None:
     assert kinds[name]["words"] == ""
     assert kinds[name]["allocated_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["SplitByCounts", "SplitByArray", "SplitByUnique"])
+def test_experts_get_slices_that_add_up_to_all_tokens(kinds: dict[str, dict[str, Any]], name: str) -> None:
+    assert kinds[name]["words"] == ""
+    assert kinds[name]["assumptions"] == [data_dependent.SPREAD_NOTE]
+    tokens = 4 * 12
+    # The gate picks by topk, which has no gradient here; inputs need none, so each expert runs twice.
+    assert kinds[name]["flops"] == 2 * tokens * 32 * 8 + 2 * (2 * 2 * tokens * 32 * 32)
+
+
+def test_lengths_of_a_mask_add_up_to_its_set_entries(kinds: dict[str, dict[str, Any]]) -> None:
+    assert kinds["SplitByMask"]["words"] == ""
+    assert kinds["SplitByMask"]["assumptions"] == [data_dependent.HALF_NOTE]
+    tokens = 4 * 12
+    assert kinds["SplitByMask"]["flops"] == 2 * tokens * 32 + 2 * (2 * tokens // 2 * 32 * 32)
+
+
+def test_sizes_from_random_numbers_are_those_of_several_steps(kinds: dict[str, dict[str, Any]]) -> None:
+    assert kinds["Drawn"]["words"] == ""
+    assert kinds["Drawn"]["assumptions"] == [worker.DRAWN_NOTE]
 
 
 def test_scripted_functions_are_followed_and_named(kinds: dict[str, dict[str, Any]]) -> None:

@@ -57,6 +57,8 @@ BATCH_NORMS = {
     for library in ("native", "cudnn")
     for direction in ("", "_backward")
 }
+DRAWN_STEP = "drawn"
+"""Begins the marks of more steps after the first, where sizes follow from random numbers."""
 GROUP_NORM = "aten::native_group_norm"
 LAYER_NORM_BACKWARD = "aten::native_layer_norm_backward"
 INDEX_ADD = "aten::index_add"
@@ -140,7 +142,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     module_names: tuple[str, ...]
     op_names: tuple[str, ...]
     marks: dict[str, int]
-    """Position in `order` where a phase begins: build, batch, step0, step1, step2, end."""
+    """Position in `order` where a phase begins: build, batch, step0, step1, step2, end; between
+    step0 and step1 those of DRAWN_STEP."""
     causes: tuple[SizeCause, ...] = ()
     """Distinct formulas of sizes, each once."""
     caused: tuple[tuple[int, int], ...] = ()

@@ -414,6 +414,10 @@ def allocate_separately() -> None:
         set_attributes(inductor_config, allow_buffer_reuse=False)
 
 
+FOLLOWED_MODULES = {"trimtab.trace.flex_attention"}
+"""Modules that replace Python code of torch, which the compiler follows."""
+
+
 def prepare_compiler(recorder: Recorder) -> None:
     """Prepare torch's compiler for the fake device."""
     _enable_dynamo(recorder)
@@ -429,10 +433,16 @@ def _enable_dynamo(recorder: Recorder) -> None:
     import torch._dynamo.convert_frame as frames
     import torch._inductor.compile_fx as inductor
     from torch._dynamo import guards
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    rules = torch._dynamo.trace_rules
     for module in pkgutil.iter_modules(trimtab.trace.__path__, "trimtab.trace."):
         # Stand-ins for torch's C++ code must not be compiled; the engine, which wraps the job's blocks, must.
-        torch._dynamo.trace_rules.add(module.name)
+        if module.name not in FOLLOWED_MODULES:
+            rules.add(module.name)
+    # dynamo knows torch's functions by identity. For it, torch.compile within compiled code does nothing.
+    for table in (rules.get_torch_obj_rule_map, TorchInGraphFunctionVariable._get_handlers):
+        table.cache_clear()
     set_attributes(type(recorder), ignore_compile_internals=classmethod(lambda _: True))
     rerun = getattr(torch._prims.rng_prims, "graphsafe_run_with_rng_state", None)
     if rerun is not None:

@@ -2,13 +2,15 @@
 
 Jobs need them for `.item()`, `nonzero`, boolean masks and branches. Results of known integers (positions,
 lengths, random tokens) are computed for real on the host. Other values are derived from the operations: an
-argmax over eight experts is in 0..7, so one expert gets an eighth of the tokens. The rest is assumed, and the
-estimate lists the assumptions.
+argmax over eight experts is in 0..7, so one expert gets an eighth of the tokens. Indices that the model
+computes have example values, which are evenly spread. Counts, orders and offsets are computed from them for
+real, so the sizes of slices add up. The rest is assumed, and the estimate lists the assumptions.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -17,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trimtab.trace.result_cache import ResultCache
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 HALF = 0.5
 REAL_ATTRIBUTE = "_trimtab_real"
 """Attribute of a fake tensor with known values: a real tensor on the host."""
+EXAMPLE_ATTRIBUTE = "_trimtab_example"
+"""Attribute of a fake tensor with assumed values: an `Example`."""
+SPREAD_NOTE = "indices that follow from data, such as the experts of tokens, are taken to be evenly spread"
+HALF_NOTE = "half of the entries of a mask whose values follow from data are taken to be set"
 CONSTANT_SHARES = {"aten::isfinite": 1.0, "aten::isnan": 0.0, "aten::isinf": 0.0}
 SAME_VALUE_OPS = {
     "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::alias", "aten::detach", "aten::clone",
@@ -36,8 +42,18 @@ SAME_VALUE_OPS = {
 }  # fmt: skip
 
 
+class Example(NamedTuple):
+    """Assumed values of a tensor."""
+
+    values: torch.Tensor
+    """A real tensor on the host."""
+    note: str
+    """What the user has to know once a size follows from them."""
+
+
 INDEX_OPS = {"aten::topk": 2, "aten::max": 1, "aten::min": 1, "aten::sort": 1}
 """Operations that return values and indices, with the position of their `dim` argument."""
+SUM_OPS = ("aten::sum", "aten::count_nonzero")
 FILL_OPS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "aten::full": lambda args: args[1],
     "aten::scalar_tensor": lambda args: args[0],
@@ -49,8 +65,11 @@ FILL_OPS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
 """Operations that set all entries to the same value: that value, from the arguments."""
 RAGGED_ATTRIBUTE = "_trimtab_ragged"
 """Attribute of a tensor whose length depends on values that the model computes: that length."""
+DRAWN_ATTRIBUTE = "_trimtab_drawn"
+"""Attribute of a tensor with known values that follow from random numbers of a step."""
 VALUE_ATTRIBUTES = (
-    REAL_ATTRIBUTE, RAGGED_ATTRIBUTE, "_trimtab_value", "_trimtab_share", "_trimtab_range", "_trimtab_order",
+    DRAWN_ATTRIBUTE, REAL_ATTRIBUTE, EXAMPLE_ATTRIBUTE, RAGGED_ATTRIBUTE, "_trimtab_value", "_trimtab_share",
+    "_trimtab_range", "_trimtab_order",
 )  # fmt: skip
 """Attributes of a fake tensor that say something about its values."""
 PUT_WORDS = ("index_put", "index_add", "index_copy", "index_fill", "scatter")
@@ -68,6 +87,8 @@ drawn."""
 MAX_REAL_INTEGERS = 2**22
 """Largest number of integers or booleans that are computed for real in addition to the fake tensor."""
 MAX_REAL_FLOATS = 2**18
+DRAWING_OPS = {"aten::randint", "aten::randperm", "aten::rand"}
+"""Operations in FACTORY_OPS that draw random numbers."""
 NEARLY_ONE = 1 - 2**-7
 """A random number above every usual probability to skip a layer, and below 1 in all dtypes."""
 
@@ -80,9 +101,19 @@ class ValueTracker:
         self.results = ResultCache()
         self.has_ragged = False
         """Whether any tensor has a length that depends on computed values."""
+        self.is_training = False
+        """Whether steps run: random numbers of the batch are the same in every step."""
+        self.has_drawn_sizes = False
+        """Whether a size in a step followed from random numbers of that step."""
+        self._answers: set[int] = set()
+        """Integers that were read from example values."""
 
     def carry_ragged(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Mark results whose length comes from an input with a length that depends on computed values."""
+        if name == "aten::split_with_sizes" and len(args[1]) > 1 and self._answers.issuperset(args[1]):
+            self.has_ragged = True
+            for piece in out:
+                setattr(piece, RAGGED_ATTRIBUTE, piece.shape[args[2] if len(args) > 2 else 0])  # noqa: PLR2004
         if not self.has_ragged:
             return
         puts = name.endswith("_") or any(word in name for word in PUT_WORDS)
@@ -95,11 +126,11 @@ class ValueTracker:
                 setattr(leaf, RAGGED_ATTRIBUTE, max(lengths.intersection(leaf.shape)))
 
     def _mark_ragged(self, mask: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Mark a result whose length is the number of set mask entries, unless the mask is known.
+        """Mark a result whose length is the number of set mask entries, unless it is equal in all steps.
 
-        Known masks depend only on the batch, and a measured run uses one batch.
+        Other known masks depend only on the batch, and a measured run uses one batch.
         """
-        if not hasattr(mask, "_trimtab_real"):
+        if not hasattr(mask, "_trimtab_real") or hasattr(mask, DRAWN_ATTRIBUTE):
             self.has_ragged = True
             setattr(out, RAGGED_ATTRIBUTE, self.count_set(mask))
         return out
@@ -111,31 +142,37 @@ class ValueTracker:
             with _disable_current_modes():
                 return float(mask._trimtab_real.double().mean())
         if share is None:
-            self.assume("half of the entries of a mask whose values follow from data are taken to be set")
+            self.assume(HALF_NOTE)
             return HALF
         return float(share)
 
-    def compute_real(
+    def compute_real(  # noqa: C901 - one case for each kind
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         """Compute the result for real on the host if all inputs are known: positions, lengths, masks."""
-        if args and type(args[0]) is FakeTensor and REAL_ATTRIBUTE not in args[0].__dict__:
+        if args and type(args[0]) is FakeTensor and not _has_values(args[0]):
             # Most operations end here: their first argument is not known.
             return
+        changes = name.endswith("_")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        has_known_inputs = all(_is_known(tensor, in_place=name.endswith("_")) for tensor in inputs)
+        has_known_inputs = all(_is_known(tensor, in_place=changes) for tensor in inputs)
         if not has_known_inputs or not (inputs or name in FACTORY_OPS):
-            if name.endswith("_") and args and hasattr(args[0], "_trimtab_real"):
-                del args[0]._trimtab_real
+            if changes and args:
+                _forget_values(args[0])
             return
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         if not results or not all(_is_worth_computing(result) for result in results):
             return
-        try:
+        notes = [example.note for tensor in inputs if (example := read_example(tensor)) is not None]
+        if changes and notes and hasattr(args[0], REAL_ATTRIBUTE):
+            # Values that do not depend on data must not change where views of them are known.
             with _disable_current_modes():
-                real = func(
-                    *_to_real(args), **_to_real({k: v for k, v in kwargs.items() if k != "pin_memory"})
+                setattr(
+                    args[0], EXAMPLE_ATTRIBUTE, Example(getattr(args[0], REAL_ATTRIBUTE).clone(), notes[0])
                 )
+            delattr(args[0], REAL_ATTRIBUTE)
+        try:
+            real = _run_on_host(func, name, args, kwargs)
         except Exception:  # noqa: BLE001 - a value that cannot be computed stays unknown
             return
         if name == "aten::rand" and isinstance(real, torch.Tensor) and real.numel() == 1:
@@ -143,17 +180,29 @@ class ValueTracker:
             self.assume("layers that are skipped at random are taken to run")
             with _disable_current_modes():
                 real.fill_(NEARLY_ONE)
+        is_drawn = self.is_training and name in DRAWING_OPS and out.numel() > 1
+        is_drawn = is_drawn or any(hasattr(tensor, DRAWN_ATTRIBUTE) for tensor in inputs)
         for fake, value in zip(results, tree_leaves(real), strict=False):
             if isinstance(value, torch.Tensor) and value.shape == fake.shape:
-                fake._trimtab_real = value  # type: ignore[attr-defined]
+                if is_drawn:
+                    setattr(fake, DRAWN_ATTRIBUTE, True)
+                if notes:
+                    setattr(fake, EXAMPLE_ATTRIBUTE, Example(value, notes[0]))
+                else:
+                    setattr(fake, REAL_ATTRIBUTE, value)
 
-    def record_values(self, name: str, args: tuple[Any, ...], out: Any) -> None:  # noqa: C901 - one case for each kind
+    def record_values(  # noqa: C901, PLR0912 - one case for each kind
+        self, name: str, args: tuple[Any, ...], out: Any
+    ) -> None:
         """Record what follows from an operation about the values of its result."""
         if name in INDEX_OPS:
             if isinstance(out, tuple | list) and len(out) == 2:  # noqa: PLR2004 - values and indices
                 position = INDEX_OPS[name]
                 dim = args[position] if len(args) > position else -1
-                _set_range(out[1], args[0].shape[dim] if args[0].dim() else 1)
+                reach = args[0].shape[dim] if args[0].dim() else 1
+                _set_range(out[1], reach)
+                if not _has_values(args[0]):
+                    _set_spread_indices(out[1], reach, dim, chooses=name != "aten::sort")
             return
         if (
             name.endswith("_")
@@ -165,9 +214,15 @@ class ValueTracker:
         if not isinstance(out, torch.Tensor):
             return
         if name == "aten::argmax":
-            _set_range(
-                out, args[0].shape[args[1]] if len(args) > 1 and args[1] is not None else args[0].numel()
-            )
+            reach = args[0].shape[args[1]] if len(args) > 1 and args[1] is not None else args[0].numel()
+            _set_range(out, reach)
+            if not _has_values(args[0]):
+                _set_spread_indices(out, reach)
+        elif name in ("aten::bincount", "aten::histc"):
+            if not _has_values(args[0]) and not any(isinstance(arg, torch.Tensor) for arg in args[1:2]):
+                _set_counts(out, args[0].numel(), SPREAD_NOTE)
+        elif name in ("aten::scatter", "aten::scatter_") and not isinstance(args[3], torch.Tensor):
+            self._record_one_hot(args, out)
         elif name == "aten::randint":
             _set_range(out, args[0] if isinstance(args[0], int) else 0)
         elif name in FILL_OPS:
@@ -178,8 +233,22 @@ class ValueTracker:
             for tag in ("_trimtab_share", "_trimtab_range", "_trimtab_value"):
                 if hasattr(source, tag):
                     setattr(out, tag, getattr(source, tag))
+        elif name in SUM_OPS and not _has_values(args[0]):
+            share = getattr(args[0], "_trimtab_share", HALF if args[0].dtype == torch.bool else None)
+            if share is not None and not out.dtype.is_floating_point:
+                note = SPREAD_NOTE if hasattr(args[0], "_trimtab_share") else HALF_NOTE
+                _set_counts(out, round(share * args[0].numel()), note)
         elif out.dtype == torch.bool:
             self._record_mask(name, args, out)
+
+    def _record_one_hot(self, args: tuple[Any, ...], out: torch.Tensor) -> None:
+        """Record the share of entries that get a value, where all others are zero."""
+        target, dim, index, value = args[:4]
+        is_zero = getattr(target, "_trimtab_value", None) == 0 or getattr(target, "_trimtab_share", None) == 0
+        if is_zero and value and index.numel() and not isinstance(dim, torch.Tensor):
+            for tensor in {id(target): target, id(out): out}.values():
+                if tensor is out or out is target:
+                    tensor._trimtab_share = index.shape[dim] / target.shape[dim]
 
     def _record_mask(  # noqa: C901 - one case for each kind
         self, name: str, args: tuple[Any, ...], out: torch.Tensor
@@ -240,13 +309,31 @@ class ValueTracker:
                 out._trimtab_value = constant.item()
         return out
 
+    def read_values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return known or assumed values on the host; None if there are none."""
+        example = read_example(tensor)
+        if example is None:
+            return getattr(tensor, REAL_ATTRIBUTE, None)
+        self.assume(example.note)
+        with _disable_current_modes():
+            if not example.values.dtype.is_floating_point:
+                self._answers.update(map(int, example.values.unique()))
+        return example.values
+
+    def _note_drawn(self, tensor: torch.Tensor) -> None:
+        self.has_drawn_sizes = self.has_drawn_sizes or hasattr(tensor, DRAWN_ATTRIBUTE)
+
     def _answer_item(self, tensor: torch.Tensor) -> float | int | bool:
         """Return the known or assumed result of `.item()`."""
         if hasattr(tensor, "_trimtab_real"):
+            self._note_drawn(tensor)
             with _disable_current_modes():
                 return tensor._trimtab_real.item()
         if hasattr(tensor, "_trimtab_value"):
             return tensor._trimtab_value
+        if read_example(tensor) is not None and (values := self.read_values(tensor)) is not None:
+            with _disable_current_modes():
+                return values.item()
         if tensor.dtype == torch.bool:
             return self.estimate_share(tensor) >= HALF
         reach = getattr(tensor, "_trimtab_range", None)
@@ -258,8 +345,14 @@ class ValueTracker:
     def count_set(self, mask: torch.Tensor) -> int:
         """Return the known or assumed number of set entries of a mask."""
         if hasattr(mask, "_trimtab_real"):
+            self._note_drawn(mask)
             with _disable_current_modes():
                 return int(torch.count_nonzero(mask._trimtab_real))
+        example = read_example(mask)
+        if example is not None:
+            self.assume(example.note)
+            with _disable_current_modes():
+                return int(torch.count_nonzero(example.values))
         if mask.dtype != torch.bool and not hasattr(mask, "_trimtab_share"):
             self.assume("half of the entries of a tensor passed to nonzero are taken to be non-zero")
             return max(1, mask.numel() // 2)
@@ -281,6 +374,8 @@ class ValueTracker:
             for mask in filter(_is_mask, args[1]):
                 self._mark_ragged(mask, taken)
             return taken
+        if all(map(_has_values, (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)))):
+            return self._make_known_result(func, name, args, kwargs)
         if name in ("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"):
             self.assume("all entries of a tensor passed to unique are taken to differ")
             size = args[0].numel()
@@ -290,12 +385,22 @@ class ValueTracker:
             reach = getattr(args[0], "_trimtab_range", None) or (args[2] if len(args) > 2 else 1)  # noqa: PLR2004
             return torch.empty((max(1, reach),), dtype=torch.int64, device=args[0].device)
         if name == "aten::repeat_interleave":
-            counts = read_known_values(args[0])
-            if counts is not None:
-                return args[0].new_empty((sum(counts),))
             self.assume("repeat_interleave with counts from the device is taken to double its input")
             return args[0].new_empty((2 * args[0].numel(),))
         return None
+
+    def _make_known_result(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return fake results of the sizes that an operation has with the known or assumed values."""
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, torch.Tensor):
+                self._note_drawn(leaf)
+                if (example := read_example(leaf)) is not None:
+                    self.assume(example.note)
+                    self.has_ragged = True
+        real = _run_on_host(func, name, args, kwargs)
+        return tree_map_only(
+            torch.Tensor, lambda result: args[0].new_empty(tuple(result.shape), dtype=result.dtype), real
+        )
 
     def replace_masks(self, indices: Any) -> list[Any]:
         """Return the indices with each boolean mask replaced by fake positions."""
@@ -309,6 +414,31 @@ class ValueTracker:
             else:
                 replaced.append(index)
         return replaced
+
+
+def patch_value_reads(library: torch.library.Library, values: ValueTracker) -> None:
+    """Let `Tensor.numpy()` and `tensor_split` read known or assumed values of fake tensors on the host."""
+    read_array = torch.Tensor.numpy
+    split = torch.ops.aten.tensor_split
+
+    def numpy(tensor: FakeTensor, *, force: bool = False) -> Any:
+        is_readable = force or tensor.fake_device.type == "cpu"
+        read = values.read_values(tensor) if is_readable else None
+        if read is None:
+            return read_array(tensor, force=force)
+        with _disable_current_modes():
+            return read.clone().numpy()
+
+    def tensor_split(source: torch.Tensor, places: torch.Tensor, dim: int = 0) -> Any:
+        read = values.read_values(places)
+        if read is None:
+            return split.tensor_indices_or_sections.decompose(source, places, dim)
+        with _disable_current_modes():
+            listed = read.tolist()
+        return split.indices(source, listed, dim) if isinstance(listed, list) else split(source, listed, dim)
+
+    FakeTensor.numpy = numpy  # type: ignore[method-assign,assignment]
+    library.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradCUDA")
 
 
 def read_known_values(tensor: torch.Tensor) -> list[Any] | None:
@@ -332,18 +462,47 @@ def _is_worth_computing(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (MAX_REAL_INTEGERS if is_integer else MAX_REAL_FLOATS)
 
 
+def read_example(tensor: Any) -> Example | None:
+    """Return the assumed values of a tensor; None if it has none, or has known values."""
+    return None if hasattr(tensor, REAL_ATTRIBUTE) else getattr(tensor, EXAMPLE_ATTRIBUTE, None)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a fake tensor has known or assumed values."""
+    return REAL_ATTRIBUTE in tensor.__dict__ or EXAMPLE_ATTRIBUTE in tensor.__dict__
+
+
+def _forget_values(tensor: Any) -> None:
+    for name in (REAL_ATTRIBUTE, EXAMPLE_ATTRIBUTE, DRAWN_ATTRIBUTE):
+        if hasattr(tensor, name):
+            delattr(tensor, name)
+
+
 def _is_known(tensor: torch.Tensor, *, in_place: bool) -> bool:
-    """Whether the values of an input are known: computed before, or those of a list in torch.tensor().
+    """Whether the values of an input are known or assumed, or are those of a list in torch.tensor().
 
     An operation in place would change a real tensor that belongs to the job.
     """
-    return hasattr(tensor, REAL_ATTRIBUTE) or (type(tensor) is torch.Tensor and not in_place)
+    return _has_values(tensor) or (type(tensor) is torch.Tensor and not in_place)
+
+
+def _run_on_host(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on known or assumed values."""
+    with _disable_current_modes():
+        host = _to_real(args)
+        dtype = None
+        if name == "aten::histc" and not host[0].dtype.is_floating_point:
+            # The host counts floating point numbers only.
+            dtype, host = host[0].dtype, (host[0].double(), *host[1:])
+        real = func(*host, **_to_real({k: v for k, v in kwargs.items() if k != "pin_memory"}))
+        return real if dtype is None else real.to(dtype)
 
 
 def _to_real(value: Any) -> Any:
-    """Return arguments with each fake tensor replaced by its real values, and the device by the host."""
+    """Return arguments with each fake tensor replaced by its values, and the device by the host."""
     if isinstance(value, torch.Tensor):
-        return getattr(value, REAL_ATTRIBUTE, value)
+        example = read_example(value)
+        return getattr(value, REAL_ATTRIBUTE, value) if example is None else example.values
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, list | tuple):
@@ -351,6 +510,38 @@ def _to_real(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_real(item) for key, item in value.items()}
     return value
+
+
+def _set_spread_indices(indices: torch.Tensor, reach: int, dim: int = -1, *, chooses: bool = True) -> None:
+    """Give indices below `reach` evenly spread example values, which differ along `dim` for `topk`.
+
+    `sort` puts all places in an order: it is taken to change nothing.
+    """
+    if not reach or not _is_worth_computing(indices):
+        return
+    with _disable_current_modes():
+        shape = tuple(indices.shape)
+        if indices.dim() and shape[dim] > 1 and (not chooses or shape[dim] <= reach):
+            last = [*shape[:dim], *shape[dim:][1:]]
+            rows = torch.arange(prod(last)).view(*last, 1) if chooses else torch.zeros(*last, 1).long()
+            along = torch.arange(shape[dim]) * (max(1, reach // shape[dim]) if chooses else 1)
+            values = ((rows + along) % reach).movedim(-1, dim).contiguous()
+        else:
+            values = (torch.arange(prod(shape)) % reach).view(shape)
+        example = Example(values.to(indices.dtype), SPREAD_NOTE)
+    setattr(indices, EXAMPLE_ATTRIBUTE, example)
+
+
+def _set_counts(out: torch.Tensor, total: int, note: str) -> None:
+    """Give counts whose sum is known equal example values."""
+    bins = out.numel()
+    if not bins or not _is_worth_computing(out):
+        return
+    with _disable_current_modes():
+        values = torch.full((bins,), total // bins, dtype=out.dtype)
+        values[: total % bins] += 1
+        example = Example(values.view(tuple(out.shape)), note)
+    setattr(out, EXAMPLE_ATTRIBUTE, example)
 
 
 def _set_range(indices: torch.Tensor, reach: int) -> None:

@@ -99,7 +99,9 @@ def _no_result(_: tuple[Any, ...]) -> None:
     return None
 
 
-COMPOSITE_WITHOUT_CUDA = ("silu_backward", "mish_backward", "native_channel_shuffle")
+COMPOSITE_WITHOUT_CUDA = (
+    "silu_backward", "mish_backward", "native_channel_shuffle", "_fused_rms_norm", "_fused_rms_norm_backward",
+)  # fmt: skip
 """Operations that a build without CUDA decomposes, and a build with CUDA runs as one kernel."""
 
 

@@ -14,9 +14,9 @@ import sys
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from trimtab.trace.block_masks import find_recorder
 from trimtab.trace.fake_cuda import MODULE_PATCHES
 from trimtab.trace.flash_attn_package import FUNCTIONS, attend
-from trimtab.trace.flex_attention import find_recorder
 
 PACKAGE = "kernels"
 FLASH_NAME = re.compile(r"flash[-_]?att(n|ention)[-_]?(?P<version>\d)?", re.IGNORECASE)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.catalog.devices import parse_capability
 from trimtab.trace import attention, convolution, fake_ops, packed_attention, recurrent, workspaces
-from trimtab.trace.data_dependent import ValueTracker
+from trimtab.trace.data_dependent import ValueTracker, patch_value_reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -221,6 +221,7 @@ class Kernels:
         fake_ops.keep_composite_ops(self._library)
         fake_ops.add_bias_in_place(self._library)
         fake_ops.multiply_into_result(self._library)
+        patch_value_reads(self._library, self.values)
 
     def assume(self, text: str) -> None:
         """Add an assumption to the list, once."""

@@ -54,6 +54,12 @@ LEAST_STAGE_BLOCKS = 10
 STEPS = 3
 """The first step creates optimizer states and workspaces, the second has all of them, the third shows the
 steady state of the allocator."""
+DRAWN_STEPS = 8
+"""Steps of a job whose sizes follow from random numbers."""
+DRAWN_NOTE = (
+    "sizes that follow from random numbers, as of a random mask, differ between steps: peaks are those of "
+    f"{DRAWN_STEPS} steps, and reserved memory depends on their order"
+)
 
 
 WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
@@ -89,9 +95,10 @@ def seed_random_numbers() -> None:
 
 def prepare_job(requests: TraceRequests) -> Any:
     """Install the fake device and load the job; then import what every trace needs."""
+    from trimtab.trace.block_masks import find_recorder
     from trimtab.trace.fake_cuda import install_fake_cuda
     from trimtab.trace.flash_attn_package import stand_in_for_flash_attn
-    from trimtab.trace.flex_attention import find_recorder, patch_flex_attention
+    from trimtab.trace.flex_attention import patch_flex_attention
     from trimtab.trace.hub_kernels import stand_in_for_hub_kernels
     from trimtab.trace.triton_kernels import patch_triton
 
@@ -638,17 +645,22 @@ def _run_timed_steps(built: _BuiltModel, state: Any, batch: Any, names: dict[int
     key = _step_key(request.setting, built.rank)
     repeater = PassRepeater(recorder, state)
     kept: list[int] = []
+    values = recorder.kernels.values
+    values.is_training = True
     for number in range(STEPS):
         if number == 1:
             repeater.end_first_step()
+            if values.has_drawn_sizes:
+                _run_drawn_steps(built, state, batch)
         if number == STEPS - 1:
             # Eager code is steady after two steps; compiled code is still being tuned.
-            if not recorder.uses_compile and repeat_step(recorder, "step0", "step1", "step2"):
+            is_steady = not recorder.uses_compile and not values.has_drawn_sizes
+            if is_steady and repeat_step(recorder, "step0", "step1", "step2"):
                 break
             recorder.clear_works()
         recorder.mark_phase(f"step{number}", "activations")
         recorder.records_work = number > 0 or repeater.is_possible
-        copies = number == 1 and key in REPEATING and repeater.can_copy()
+        copies = number == 1 and key in REPEATING and not values.has_drawn_sizes and repeater.can_copy()
         if copies:
             repeater.hold_gradients()
         passes = repeater.copy_passes if copies else repeater.note_passes
@@ -668,6 +680,22 @@ def _run_timed_steps(built: _BuiltModel, state: Any, batch: Any, names: dict[int
     if recorder.uses_compile:
         sort_gradient_marks(recorder, list(names.values()))
     return kept
+
+
+def _run_drawn_steps(built: _BuiltModel, state: Any, batch: Any) -> None:
+    """Run more steps after the first one, whose random numbers give tensors other sizes.
+
+    Memory that is cached for one size is too small for a larger one, so the reserved memory grows.
+    """
+    from trimtab.engine import step as steps
+    from trimtab.spec.trace import DRAWN_STEP
+
+    built.recorder.records_work = False
+    for number in range(DRAWN_STEPS - STEPS):
+        built.recorder.mark_phase(f"{DRAWN_STEP}{number}", "activations")
+        with _blame_member("loss()"):
+            steps.run_step(state, [batch], clip=built.request.clip)
+    built.recorder.kernels.assume(DRAWN_NOTE)
 
 
 def _make_batch(job: Any, setting: Setting, *, longest: bool) -> Any:
