@@ -131,6 +131,8 @@ class TraceEstimator:
     cache: EstimateCache = field(default_factory=EstimateCache)
     searches: SearchCache = field(default_factory=SearchCache)
     prefetch_all: Prefetch = lambda *_: True
+    can_prefetch: Callable[[], bool] = lambda: False
+    """Whether settings may be traced ahead now."""
     is_derivable: IsDerivable = lambda *_: True
     """Whether traces at some micro-batches give the trace of a setting."""
     say: Callable[[str], None] = lambda _: None
@@ -158,6 +160,8 @@ class TraceEstimator:
     """Whether traces with some blocks recomputed are derived from those with none and with all."""
     matched: dict[str, RecomputeMix | TrimtabError] = field(default_factory=dict)
     """Traces with none and with all blocks recomputed, by the key of the first."""
+    unmixed: dict[str, TrimtabError] = field(default_factory=dict)
+    """Why traces with none and with all blocks recomputed do not match, by `_peak_key`."""
     block_counts: dict[str, int] = field(default_factory=dict)
     """Number of blocks that full recomputation repeats, by everything but the micro-batch."""
     needs: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -194,7 +198,9 @@ class TraceEstimator:
         same plan.
         """
         device = self._strip(layout)
-        return self._has_result(setting, layout) or all(
+        if self._has_result(setting, layout) or self._find_unmixed(setting, layout) is not None:
+            return True
+        return all(
             self._trace_key(part, device) in self.traces or self._is_on_line(part, device)
             for part in self._trace_parts(setting)
         )
@@ -227,6 +233,7 @@ class TraceEstimator:
             family_times={},
             judged={},
             matched={},
+            unmixed={},
             block_counts={},
             needs={},
             unknown={},
@@ -242,7 +249,7 @@ class TraceEstimator:
         by_device: dict[str, tuple[Layout, dict[str, Setting]]] = {}
         family_times: dict[str, str] = {}
         for setting, layout in requests:
-            if self._has_result(setting, layout):
+            if self._has_result(setting, layout) or self._find_unmixed(setting, layout) is not None:
                 continue
             device = self._strip(layout)
             for part in self._trace_parts(setting):
@@ -267,6 +274,8 @@ class TraceEstimator:
         """Start tracing settings that are estimated later; False if others are being traced."""
         by_device: dict[str, tuple[Device, list[Setting]]] = {}
         for setting, layout in requests:
+            if self._find_unmixed(setting, layout) is not None:
+                continue
             device = self._strip(layout)
             parts = self._trace_parts(setting)
             missing = [part for part in parts if self._trace_key(part, device) not in self.traces]
@@ -366,6 +375,9 @@ class TraceEstimator:
         failures_by_family = self.failures_by_family.get(self._family_key(setting, layout), [])
         if len(failures_by_family) > 1:
             raise failures_by_family[0]
+        if (unmixed := self._find_unmixed(setting, layout)) is not None:
+            self.results.failures[key] = unmixed
+            raise unmixed
         self.prepare([(setting, layout)])
         cached = self.cache.estimates.get(key)
         if cached is not None and self._traced_time(setting, layout) is not None:
@@ -442,8 +454,21 @@ class TraceEstimator:
             else:
                 assert first is not None and not isinstance(first, TrimtabError)  # noqa: S101, PT018
                 assert second is not None and not isinstance(second, TrimtabError)  # noqa: S101, PT018
-                self.matched[key] = _match_traces(first, second)
+                mix = self.matched[key] = _match_traces(first, second)
+                if isinstance(mix, TrimtabError) and strategy_of(setting).runs_whole_model:
+                    self.unmixed[_peak_key(setting, layout.device.kind)] = mix
         return self.matched[key]
+
+    def _find_unmixed(self, setting: Setting, layout: Layout) -> TrimtabError | None:
+        """Return why a setting with some blocks recomputed does not follow from traces; None if it may.
+
+        Whether blocks can be told apart depends on the model's own code. So if the traces of one strategy
+        that runs the whole model do not match, nothing is traced to find out about another.
+        """
+        if not (self._is_mixed(setting) and strategy_of(setting).runs_whole_model):
+            return None
+        error = self.unmixed.get(_peak_key(setting, layout.device.kind))
+        return None if error is None or self._has_anchors(setting, layout) else error
 
     def _recomputed_share(self, setting: Setting, layout: Layout) -> float | None:
         """Return the share of blocks that a setting recomputes; None if their number is not known yet."""
