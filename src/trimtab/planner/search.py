@@ -505,16 +505,20 @@ class _Search:
         self._prepare_families([*first, *others])
 
     def _trace_next(self) -> None:
-        """Let the family that has its turn next be traced while this one is computed."""
-        if self.notice is ignore_notice or not self.estimator.can_prefetch():
+        """Let the family that has its turn next be traced while this one is computed.
+
+        None is, if another that needs no trace may come first: bounds may rise until then.
+        """
+        if self.notice is ignore_notice or not self.heap or not self.estimator.can_prefetch():
             return
+        most = self.heap[0][0]
         untraced = [
             (self._cached_least_bound(family), self._order(family, family.splits[0]), number, family)
             for number, family in enumerate(self.space.families)
             if family not in self.evaluated_families | self.failed_families.keys() | self.sent_families
         ]
         for least, *_, family in sorted(untraced):
-            if self.known and least > min(self.known)[0]:
+            if least > most:
                 return
             ends = [(family.setting(split), family.layout) for split in end_splits(family.splits)]
             if all(self.estimator.has_traces(*end) for end in ends) or not self._can_fit(family):

@@ -78,6 +78,7 @@ AS_COMPILED = "under torch.compile"
 """Begins the assumptions on what compiled code would lose."""
 FAILED = b'{"error"'
 """Begins an answer without a trace."""
+RUNS = "The job itself is fine: trimtab follows it in other settings."
 LONGEST_NOTE = "memory is that of longest(), the longest batch of the job; time is that of batch()"
 
 
@@ -976,8 +977,8 @@ def _check_failure(answer: bytes, request: TraceRequest, checks: JobChecks) -> b
     if not isinstance(error, CannotFollow):
         return answer
     if checks.has_run(request.setting.micro_batch):
-        # The job is not at fault: only this setting fails, such as a base of 4 bits.
-        return answer
+        # Only this setting fails, such as a base of 4 bits: running the job on the CPU would take longer.
+        return encode_error(CannotFollow(error.given, found=error.found, cure=f"{RUNS} {error.cure}"))
     small = CpuCheck(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
     if error.given.startswith(("batch(", "longest(")):
         # It may fail only at this size.
