@@ -520,6 +520,9 @@ class _Search:
         for least, *_, family in sorted(untraced):
             if least > most:
                 return
+            if least[-1] <= 0:
+                # Nothing is known of its time.
+                continue
             ends = [(family.setting(split), family.layout) for split in end_splits(family.splits)]
             if all(self.estimator.has_traces(*end) for end in ends) or not self._can_fit(family):
                 continue
