@@ -15,7 +15,7 @@ from outlooks import Law, workload
 from trimtab import spec
 from trimtab.catalog.clusters import device_from_row, parse_cluster
 from trimtab.catalog.tables import devices
-from trimtab.errors import CannotFollow, JobFailed, NothingFits, UnknownName, WrongUse
+from trimtab.errors import JobFailed, NothingFits, UnknownName, WrongUse
 from trimtab.planner import batch_split, decision, explanations, pins, plan_files
 from trimtab.planner import search as searching
 from trimtab.planner.batch_split import (
@@ -1278,27 +1278,25 @@ def test_a_failure_is_remembered_and_told_again() -> None:
     assert len(calls) == 1
 
 
-def test_blocks_that_cannot_be_told_apart_are_not_traced_for_another_strategy() -> None:
-    asked: list[Setting] = []
+def test_bounds_with_some_blocks_recomputed_count_their_share() -> None:
+    def slower(trace: Trace, setting: Setting, layout: Layout, own: Any) -> float:
+        return ticking(trace, setting, layout, own) * (2.0 if setting.recompute is Recompute.FULL else 1.0)
 
-    def trace_all(settings: Any, *_: Any) -> list[Any]:
-        asked.extend(settings)
-        # With equal traces, nothing is recomputed, so no block can be found.
-        return [traced(setting) for setting in settings]
-
-    estimator = TraceEstimator(trace_all=trace_all, mixes=True)
-    mixed = Setting(micro_batch=4, global_batch=4, recompute=Recompute.EVERY_2)
-    sharded = mixed.replace(strategy=Strategy.FSDP, mesh=Mesh(dp_shard=2), global_batch=8)
-    found = []
-    for gpus, setting in ((1, mixed), (2, sharded)):
-        layout = next(each for each in list_layouts(parse_cluster("2xH100")) if each.gpus == gpus)
-        with pytest.raises(CannotFollow) as error:
-            estimator.estimate(setting, layout)
-        found.append(error.value.found)
-        assert estimator.has_traces(setting, layout)
-    assert found[0] == found[1]
-    assert asked
-    assert {setting.gpus for setting in asked} == {1}
+    estimator = foresight([])
+    estimator.clock, estimator.mixes = slower, True
+    alone, both = (
+        next(layout for layout in list_layouts(parse_cluster("2xH100")) if layout.gpus == gpus)
+        for gpus in (1, 2)
+    )
+    ways = (Recompute.NONE, Recompute.FULL)
+    single = Setting(micro_batch=8, global_batch=8)
+    estimator.prepare([(single.replace(recompute=way), alone) for way in ways])
+    sharded = Setting(micro_batch=8, global_batch=16, strategy=Strategy.FSDP, mesh=Mesh(dp_shard=2))
+    none, some, full = (
+        estimator.lower_bound(sharded.replace(recompute=way), both).step_s or 0.0
+        for way in (Recompute.NONE, Recompute.EVERY_2, Recompute.FULL)
+    )
+    assert none * 1.2 < some < full * 0.9
 
 
 @pytest.mark.parametrize("module", [explanations, batch_split, pins, searching, plan_files])

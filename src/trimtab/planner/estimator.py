@@ -160,8 +160,6 @@ class TraceEstimator:
     """Whether traces with some blocks recomputed are derived from those with none and with all."""
     matched: dict[str, RecomputeMix | TrimtabError] = field(default_factory=dict)
     """Traces with none and with all blocks recomputed, by the key of the first."""
-    unmixed: dict[str, TrimtabError] = field(default_factory=dict)
-    """Why traces with none and with all blocks recomputed do not match, by `_peak_key`."""
     block_counts: dict[str, int] = field(default_factory=dict)
     """Number of blocks that full recomputation repeats, by everything but the micro-batch."""
     needs: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -198,9 +196,7 @@ class TraceEstimator:
         same plan.
         """
         device = self._strip(layout)
-        if self._has_result(setting, layout) or self._find_unmixed(setting, layout) is not None:
-            return True
-        return all(
+        return self._has_result(setting, layout) or all(
             self._trace_key(part, device) in self.traces or self._is_on_line(part, device)
             for part in self._trace_parts(setting)
         )
@@ -233,7 +229,6 @@ class TraceEstimator:
             family_times={},
             judged={},
             matched={},
-            unmixed={},
             block_counts={},
             needs={},
             unknown={},
@@ -249,7 +244,7 @@ class TraceEstimator:
         by_device: dict[str, tuple[Layout, dict[str, Setting]]] = {}
         family_times: dict[str, str] = {}
         for setting, layout in requests:
-            if self._has_result(setting, layout) or self._find_unmixed(setting, layout) is not None:
+            if self._has_result(setting, layout):
                 continue
             device = self._strip(layout)
             for part in self._trace_parts(setting):
@@ -274,8 +269,6 @@ class TraceEstimator:
         """Start tracing settings that are estimated later; False if others are being traced."""
         by_device: dict[str, tuple[Device, list[Setting]]] = {}
         for setting, layout in requests:
-            if self._find_unmixed(setting, layout) is not None:
-                continue
             device = self._strip(layout)
             parts = self._trace_parts(setting)
             missing = [part for part in parts if self._trace_key(part, device) not in self.traces]
@@ -375,9 +368,6 @@ class TraceEstimator:
         failures_by_family = self.failures_by_family.get(self._family_key(setting, layout), [])
         if len(failures_by_family) > 1:
             raise failures_by_family[0]
-        if (unmixed := self._find_unmixed(setting, layout)) is not None:
-            self.results.failures[key] = unmixed
-            raise unmixed
         self.prepare([(setting, layout)])
         cached = self.cache.estimates.get(key)
         if cached is not None and self._traced_time(setting, layout) is not None:
@@ -454,21 +444,8 @@ class TraceEstimator:
             else:
                 assert first is not None and not isinstance(first, TrimtabError)  # noqa: S101, PT018
                 assert second is not None and not isinstance(second, TrimtabError)  # noqa: S101, PT018
-                mix = self.matched[key] = _match_traces(first, second)
-                if isinstance(mix, TrimtabError) and strategy_of(setting).runs_whole_model:
-                    self.unmixed[_peak_key(setting, layout.device.kind)] = mix
+                self.matched[key] = _match_traces(first, second)
         return self.matched[key]
-
-    def _find_unmixed(self, setting: Setting, layout: Layout) -> TrimtabError | None:
-        """Return why a setting with some blocks recomputed does not follow from traces; None if it may.
-
-        Whether blocks can be told apart depends on the model's own code. So if the traces of one strategy
-        that runs the whole model do not match, nothing is traced to find out about another.
-        """
-        if not (self._is_mixed(setting) and strategy_of(setting).runs_whole_model):
-            return None
-        error = self.unmixed.get(_peak_key(setting, layout.device.kind))
-        return None if error is None or self._has_anchors(setting, layout) else error
 
     def _recomputed_share(self, setting: Setting, layout: Layout) -> float | None:
         """Return the share of blocks that a setting recomputes; None if their number is not known yet."""
@@ -611,7 +588,15 @@ class TraceEstimator:
         samples = setting.micro_batch * setting.accumulation
         rates = [self._find_rate(_rate_key(either, layout.device.kind)) for either in (setting, none)]
         limit = self.results.limits.get(_peak_key(setting, layout.device.kind), 0.0)
-        return max(without or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
+        mixed = 0.0
+        if self._is_mixed(setting):
+            # On the line to the time of full recomputation; at least the named share of blocks is recomputed.
+            full = set_recompute(setting, Recompute.FULL)
+            at_rate = samples * self._find_rate(_rate_key(full, layout.device.kind)) * EVENNESS
+            least = without or samples * rates[1] * EVENNESS
+            more = (known_time(full, layout) or at_rate) - least
+            mixed = least + setting.recompute.way.share * max(0.0, more)
+        return max(without or 0.0, above, mixed, samples * limit, samples * max(rates) * EVENNESS)
 
     def _bound_alone(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
         """Return a lower bound on the time of one replica's samples on one device."""
