@@ -578,9 +578,9 @@ class TraceEstimator:
         is_slower = Offload.ACTIVATIONS not in setting.offload
         none = set_recompute(setting, Recompute.NONE) if is_slower else setting
         without = known_time(none, layout) if none != setting else None
-        above = self._bound_by_larger(setting, layout)
+        above = above_none = self._bound_by_larger(none, layout)
         if none is not setting:
-            above = max(above, self._bound_by_larger(none, layout))
+            above = max(above, self._bound_by_larger(setting, layout))
         strategy = strategy_of(setting)
         if not strategy.runs_whole_model:
             shared = strategy.least_step_s(setting, lambda: self._bound_alone(setting, layout, known_time))
@@ -593,7 +593,7 @@ class TraceEstimator:
             # On the line to the time of full recomputation; at least the named share of blocks is recomputed.
             full = set_recompute(setting, Recompute.FULL)
             at_rate = samples * self._find_rate(_rate_key(full, layout.device.kind)) * EVENNESS
-            least = without or samples * rates[1] * EVENNESS
+            least = without or max(above_none, samples * rates[1] * EVENNESS)
             more = (known_time(full, layout) or at_rate) - least
             mixed = least + setting.recompute.way.share * max(0.0, more)
         return max(without or 0.0, above, mixed, samples * limit, samples * max(rates) * EVENNESS)
