@@ -117,6 +117,9 @@ class Law:
         self.prepared += [setting for setting, _ in asked]
         self.traced |= {self.family(end, layout) for setting, layout in asked for end in traced_ends(setting)}
 
+    def can_prefetch(self) -> bool:
+        return True
+
     def prefetch(self, asked: Sequence[tuple[Setting, Layout]]) -> bool:
         self.prefetched += [setting for setting, _ in asked]
         return True

@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab.errors import JobFailed, WrongUse
-from trimtab.spec import Precision, Strategy
+from trimtab.catalog.clusters import parse_cluster
+from trimtab.errors import CannotFollow, JobFailed, WrongUse
+from trimtab.planner.ways import list_changed
+from trimtab.spec import Band, Estimate, Footprint, Mesh, Policy, Precision, Setting, Strategy
+from trimtab.trace import cpu_check, worker
+from trimtab.trace.request import TraceRequest
+from trimtab.trace.server import decode_answer, encode_error
+from trimtab.units import GIB
 
 JOB = """
 import torch
@@ -77,3 +83,48 @@ def test_a_plan_without_devices_is_wrong_use_in_words(job: str) -> None:
     for verb in (trimtab.plan, trimtab.estimate):
         with pytest.raises(WrongUse, match="it is empty"):
             verb(job, "")
+
+
+def test_a_job_that_was_traced_with_more_and_fewer_samples_is_not_run_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[int] = []
+
+    def check_on_cpu(query: cpu_check.CpuCheck) -> cpu_check.CpuCheckResult:
+        ran.append(query.micro_batch)
+        return cpu_check.CpuCheckResult()
+
+    monkeypatch.setattr(worker, "check_on_cpu", check_on_cpu)
+    checks = worker.JobChecks()
+    checks.sizes |= {2, 64}
+    failed = encode_error(CannotFollow("loss()", found="mm has no rule", cure="Profile it."))
+    device = parse_cluster("H100").devices[0]
+    for micro_batch, runs in ((8, []), (64, []), (1, [1])):
+        setting = Setting(micro_batch=micro_batch, global_batch=micro_batch)
+        request = TraceRequest(job="slm:tiny", setting=setting, device=device)
+        error = decode_answer(worker._check_failure(failed, request, checks))  # noqa: SLF001 - no trace of a job
+        assert isinstance(error, CannotFollow)
+        assert error.found == "mm has no rule"
+        assert "The job itself is fine" in error.cure
+        assert ran == runs
+
+
+def test_ways_to_fit_that_a_strategy_refuses_are_not_traced() -> None:
+    branch = Setting(
+        micro_batch=8, global_batch=8, strategy=Strategy.BRANCH, mesh=Mesh(branch=2), precision=Precision.BF16
+    )
+    sharded = branch.replace(strategy=Strategy.FSDP, mesh=Mesh(dp_shard=2), global_batch=16)
+    parts = Footprint(weights=10 * GIB, optimizer=20 * GIB, gradients=10 * GIB, activations=10 * GIB)
+    estimate = Estimate(
+        allocated_bytes=50 * GIB,
+        reserved_bytes=50 * GIB,
+        process_bytes=50 * GIB,
+        parts=parts,
+        band=Band(low_bytes=50 * GIB, high_bytes=52 * GIB),
+    )
+    moved = {
+        setting.strategy: {way.name for way, _ in list_changed(setting, estimate, 70 * GIB, Policy())}
+        for setting in (branch, sharded)
+    }
+    assert "weights and optimizer on the CPU" in moved[Strategy.FSDP] - moved[Strategy.BRANCH]
+    assert "loss in pieces" in moved[Strategy.BRANCH]

@@ -1278,6 +1278,27 @@ def test_a_failure_is_remembered_and_told_again() -> None:
     assert len(calls) == 1
 
 
+def test_bounds_with_some_blocks_recomputed_count_their_share() -> None:
+    def slower(trace: Trace, setting: Setting, layout: Layout, own: Any) -> float:
+        return ticking(trace, setting, layout, own) * (2.0 if setting.recompute is Recompute.FULL else 1.0)
+
+    estimator = foresight([])
+    estimator.clock, estimator.mixes = slower, True
+    alone, both = (
+        next(layout for layout in list_layouts(parse_cluster("2xH100")) if layout.gpus == gpus)
+        for gpus in (1, 2)
+    )
+    ways = (Recompute.NONE, Recompute.FULL)
+    single = Setting(micro_batch=8, global_batch=8)
+    estimator.prepare([(single.replace(recompute=way), alone) for way in ways])
+    sharded = Setting(micro_batch=8, global_batch=16, strategy=Strategy.FSDP, mesh=Mesh(dp_shard=2))
+    none, some, full = (
+        estimator.lower_bound(sharded.replace(recompute=way), both).step_s or 0.0
+        for way in (Recompute.NONE, Recompute.EVERY_2, Recompute.FULL)
+    )
+    assert none * 1.2 < some < full * 0.9
+
+
 @pytest.mark.parametrize("module", [explanations, batch_split, pins, searching, plan_files])
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     assert doctest.testmod(module).failed == 0

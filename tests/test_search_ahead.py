@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 
 import trimtab
+from outlooks import Law
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.planner import plan as plans
+from trimtab.planner.decision import PlanQuestion, choose_plan
 from trimtab.planner.plan import add_batch_loss
-from trimtab.spec import BatchLoss, Workload
+from trimtab.spec import BatchLoss, Plan, Policy, Recompute, Strategy, Workload
+from trimtab.units import GIB
 
 JOB = """
 import torch
@@ -86,3 +90,51 @@ def test_an_error_of_the_check_is_raised_where_the_plan_waits(monkeypatch: pytes
     monkeypatch.setattr("trimtab.trace.loss_check.check_batch_loss", check)
     with pytest.raises(trimtab.TrimtabError, match="it is broken"):
         add_batch_loss("job", {}, Workload(name="job", global_batch=8))
+
+
+TIGHT: dict[str, Any] = {"static_bytes": 30 * GIB, "sample_bytes": 4 * GIB}
+"""A job of which one device holds little more than the weights."""
+
+
+def plan_by(law: Law) -> Plan:
+    workload = Workload(name="x", global_batch=64, samples=6400, epochs=1)
+    question = PlanQuestion(job="x", workload=workload, cluster=parse_cluster("2xA100-40GB"), policy=Policy())
+    return choose_plan(question, law, notice=lambda _: None)
+
+
+def test_what_cannot_win_is_not_traced_with_other_recomputation() -> None:
+    law = Law(**TIGHT)
+    plan_by(law)
+    recomputed = {setting.strategy for setting in law.prepared if setting.recompute is not Recompute.NONE}
+    assert Strategy.FSDP in recomputed
+    assert Strategy.SINGLE not in recomputed, "one device takes twice as long as two"
+
+
+def test_runners_up_cost_no_estimates_of_micro_batches_beyond_the_line() -> None:
+    law = Law(**TIGHT)
+    plan = plan_by(law)
+    assert len(plan.runners_up) == 5
+    too_large = [setting for setting in law.asked if law.need_bytes(setting) > 60 * GIB]
+    families: dict[Any, set[int]] = {}
+    for setting in too_large:
+        family = (setting.strategy, setting.gpus, setting.recompute, setting.compile)
+        families.setdefault(family, set()).add(setting.micro_batch)
+    assert max(map(len, families.values())) <= 2, "two show how large the others are"
+
+
+class IdleLaw(Law):
+    """It may trace ahead only until the first answer."""
+
+    def can_prefetch(self) -> bool:
+        return not self.prefetched
+
+
+def test_the_family_that_has_its_turn_next_is_traced_ahead_and_changes_no_plan() -> None:
+    law, quiet = IdleLaw(**TIGHT), Law(**TIGHT)
+    plan = plan_by(law)
+    ahead = [setting for setting in law.prefetched if setting.loss is plan.choice.loss]
+    assert ahead
+    assert {setting.recompute for setting in ahead} == {Recompute.SELECTIVE}
+    assert set(ahead) <= {*law.prepared, *law.asked}
+    quiet.can_prefetch = lambda: False  # type: ignore[method-assign]
+    assert plan_by(quiet) == plan

@@ -90,3 +90,18 @@ def test_answers_that_came_together_are_told_apart(tmp_path: Path, monkeypatch: 
         for wanted in ((4,), (3,), (5, 2)):
             found: Any = worker.ask_all(asked(*wanted), timeout_s=60)
             assert [one["micro"] for one in found] == list(wanted)
+
+
+def test_what_was_prefetched_is_not_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quick_stub.py").write_text(STUB, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with WorkerProcess("quick_stub") as worker:
+        worker.prefetch(asked(2, 3))
+        worker.prefetch(asked(3))
+        worker.prefetch(asked(3, 4))
+        found: Any = worker.ask_all(asked(5), timeout_s=60)
+        assert [one["micro"] for one in found] == [5]
+        marks = (tmp_path / "quick_stub.py.answered").read_text(encoding="utf-8")
+        # The last mark may come after the answer.
+        assert 3 <= len(marks) + 1 <= 4
+        assert worker.ask_all(asked(2, 3, 4), timeout_s=60) == [{"micro": 2}, {"micro": 3}, {"micro": 4}]

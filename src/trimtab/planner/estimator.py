@@ -131,6 +131,8 @@ class TraceEstimator:
     cache: EstimateCache = field(default_factory=EstimateCache)
     searches: SearchCache = field(default_factory=SearchCache)
     prefetch_all: Prefetch = lambda *_: True
+    can_prefetch: Callable[[], bool] = lambda: False
+    """Whether settings may be traced ahead now."""
     is_derivable: IsDerivable = lambda *_: True
     """Whether traces at some micro-batches give the trace of a setting."""
     say: Callable[[str], None] = lambda _: None
@@ -576,9 +578,9 @@ class TraceEstimator:
         is_slower = Offload.ACTIVATIONS not in setting.offload
         none = set_recompute(setting, Recompute.NONE) if is_slower else setting
         without = known_time(none, layout) if none != setting else None
-        above = self._bound_by_larger(setting, layout)
+        above = above_none = self._bound_by_larger(none, layout)
         if none is not setting:
-            above = max(above, self._bound_by_larger(none, layout))
+            above = max(above, self._bound_by_larger(setting, layout))
         strategy = strategy_of(setting)
         if not strategy.runs_whole_model:
             shared = strategy.least_step_s(setting, lambda: self._bound_alone(setting, layout, known_time))
@@ -586,7 +588,15 @@ class TraceEstimator:
         samples = setting.micro_batch * setting.accumulation
         rates = [self._find_rate(_rate_key(either, layout.device.kind)) for either in (setting, none)]
         limit = self.results.limits.get(_peak_key(setting, layout.device.kind), 0.0)
-        return max(without or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
+        mixed = 0.0
+        if self._is_mixed(setting):
+            # On the line to the time of full recomputation; at least the named share of blocks is recomputed.
+            full = set_recompute(setting, Recompute.FULL)
+            at_rate = samples * self._find_rate(_rate_key(full, layout.device.kind)) * EVENNESS
+            least = without or max(above_none, samples * rates[1] * EVENNESS)
+            more = (known_time(full, layout) or at_rate) - least
+            mixed = least + setting.recompute.way.share * max(0.0, more)
+        return max(without or 0.0, above, mixed, samples * limit, samples * max(rates) * EVENNESS)
 
     def _bound_alone(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
         """Return a lower bound on the time of one replica's samples on one device."""

@@ -93,6 +93,9 @@ class Estimator(Protocol):
     def prepare(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
         """Trace several settings together, before their estimates are requested."""
 
+    def can_prefetch(self) -> bool:
+        """Whether settings that are likely to be estimated may be traced now: nothing else is traced."""
+
     def prefetch(self, requests: Sequence[tuple[Setting, Layout]]) -> bool:
         """Start tracing settings that are estimated later; False if others are being traced."""
 

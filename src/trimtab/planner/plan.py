@@ -17,7 +17,6 @@ from trimtab.planner.decision import PlanQuestion, choose_among, choose_plan
 from trimtab.planner.estimator import (
     EstimateCache,
     TraceEstimator,
-    count_static_bytes,
     is_guessed,
     strip_device,
     summarize_setting,
@@ -40,7 +39,7 @@ from trimtab.planner.verify import note_unverified, verify_choice
 from trimtab.predict.calibration import own_folder, read_own_calibration
 from trimtab.predict.derive import direct_shards
 from trimtab.predict.traces import get_traces, interpolate_family
-from trimtab.spec import Plan, Recompute, Trace
+from trimtab.spec import Plan, Trace
 from trimtab.trace.job_summary import NamedJob, has_summary, named_job_key, summarize_job
 from trimtab.trace.loss_check import LossCheck
 from trimtab.trace.request import TraceRequest, TraceRequests
@@ -59,17 +58,11 @@ if TYPE_CHECKING:
 
 QUICK_CHECK_S = 0.5
 """If checking the loss takes longer, the search begins meanwhile."""
-SLOW_S = 3.0
-"""If one round of traces takes longer, the next round is traced ahead."""
-TOO_SLOW_S = 20.0
-"""If one round takes longer than this, nothing is traced ahead: a wrong guess would make the search wait."""
 LAYOUTS_TRACED_S = 45.0
 """Seconds since the start of a plan after which layouts that formulas propose are no longer traced."""
 TRACED_TOO_LONG = "not traced: that takes too long on this machine"
 LEAST_TRACED_S = 15.0
 """Seconds that tracing them gets in any case."""
-NEXT_RECOMPUTE = {Recompute.NONE: Recompute.SELECTIVE, Recompute.SELECTIVE: Recompute.FULL}
-"""The search tries the fastest way of recomputing first."""
 
 
 class SearchIsOver(Exception):  # noqa: N818 - not an error: the real search begins
@@ -86,7 +79,7 @@ class JobTracer:
     clip: float | None = None
     cache: bool = True
     is_ahead: bool = False
-    """Whether the next way of recomputing may be traced while the search computes."""
+    """Whether settings that are likely to be asked for may be traced while the search computes."""
     started: float = field(default_factory=monotonic)
     """Moment of `monotonic()` at which the plan was asked for."""
     ends_at: float | None = None
@@ -96,7 +89,6 @@ class JobTracer:
     is_over: Callable[[], bool] = lambda: False
     """Whether a search ahead has to end."""
     families: dict[str, Family] = field(default_factory=dict)
-    is_slow: bool = False
     is_cut_short: bool = False
     """Whether a trace was not made because time was up."""
 
@@ -128,10 +120,6 @@ class JobTracer:
             if self.ends_at is None or monotonic() < self.ends_at:
                 raise
             return [self._make_timeout()] * len(settings)
-        seconds = monotonic() - start
-        self.is_slow = self.is_slow or seconds > SLOW_S
-        if self.is_ahead and self.is_slow and seconds < TOO_SLOW_S and not _is_too_large(found, device):
-            self._trace_ahead()
         return found
 
     def _make_timeout(self) -> TrimtabError:
@@ -157,24 +145,13 @@ class JobTracer:
         traced = {size: family[size] for size in sizes if size in family}
         return interpolate_family(traced, setting.micro_batch) is not None
 
-    def _trace_ahead(self) -> None:
-        """Send the last requests once more with the next way of recomputing: the search asks for it next.
-
-        It does so for families, which are traced at two micro-batches, and not for single settings.
-        """
-        last = self.worker.last
-        if last is None or len({setting.micro_batch for setting in last.settings}) == 1:
-            return
-        settings = [
-            setting.replace(recompute=NEXT_RECOMPUTE[setting.recompute])
-            for setting in last.settings
-            if setting.recompute in NEXT_RECOMPUTE
-        ]
-        self._send_ahead(last.replace(settings=tuple(settings)))
+    def can_prefetch(self) -> bool:
+        """Whether the worker process may trace what is likely to be asked for: it has nothing else to do."""
+        return self.is_ahead and self.worker.is_idle()
 
     def prefetch(self, settings: Sequence[Setting], device: Device) -> bool:
         """Start tracing settings that are likely to be asked for; False if the worker process is busy."""
-        if self.is_ahead and not self.worker.is_idle():
+        if self.is_ahead and not self.can_prefetch():
             return False
         if self.is_ahead:
             requests = TraceRequests(
@@ -192,15 +169,6 @@ class JobTracer:
         missing = tuple(request.setting for request in likely.each() if not TRACES.has(trace_key(request)))
         if missing:
             self.worker.prefetch(likely.replace(settings=missing))
-
-
-def _is_too_large(answers: Sequence[Trace | TrimtabError], device: Device) -> bool:
-    """Whether weights and optimizer state of a trace alone do not fit: recomputing does not help then."""
-    return any(
-        sum(count_static_bytes(answer)) > device.memory_bytes
-        for answer in answers
-        if isinstance(answer, Trace)
-    )
 
 
 def make_plan(  # noqa: PLR0913 - what a plan depends on
@@ -379,6 +347,7 @@ def _open_estimator(
             mixes="recompute" not in question.policy.pins,
             trace_all=tracing.trace_all,
             prefetch_all=tracing.prefetch,
+            can_prefetch=tracing.can_prefetch,
             is_derivable=tracing.is_derivable,
             calibration_of=read_own_calibration,
             say=say,

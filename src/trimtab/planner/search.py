@@ -266,8 +266,10 @@ class _Search:
         """Families that cannot be estimated at any micro-batch."""
         self.prepared: set[Recompute] = set()
         """Recompute modes whose families were traced together."""
+        self.sent_families: set[Family] = set()
+        """Families that are traced ahead."""
         self.expected: Setting | None = None
-        """The best setting when the ways to fit that a plan mentions were traced ahead."""
+        """The choice when the ways to fit that a plan mentions were traced ahead."""
         self.shown_families: set[Family] = set()
         """Families of the choice and the runners-up so far."""
         self.spare_splits: list[tuple[Family, BatchSplit]] = []
@@ -276,9 +278,6 @@ class _Search:
         self.noticed: tuple[Value, tuple[int, ...]] | None = None
         """The best setting that was noticed."""
         self.plainest = _pick_plainest(space.families)
-        self.traced_modes = {
-            family.recompute for family in space.families if not family.recompute.way.is_partial
-        }
 
     def run(self, known: Iterable[Evaluation]) -> SearchResult:
         try:
@@ -310,8 +309,6 @@ class _Search:
             if is_bound:
                 assert family is not None  # noqa: S101 - a bound belongs to a family
                 self._evaluate(family, split, bound)
-                if self.prepared >= self.traced_modes:
-                    self._trace_ways()
                 continue
             if self.result.best is None:
                 entry = self._pick_simplest(entry)
@@ -395,15 +392,14 @@ class _Search:
         )
 
     def _push_bound(self, family: Family, split: BatchSplit, bound: Value) -> None:
-        setting = family.setting(split)
-        # Of equal bounds, try the largest micro-batch first: its time bounds the smaller ones.
-        order = (
-            STRATEGIES[family.strategy].probe_order,
-            -family.layout.gpus,
-            *tie_break_key(setting)[2:-1],
-            -split[0],
-        )
+        order = self._order(family, split)
         heapq.heappush(self.heap, (bound, True, order, next(self.numbers), family, split, None))
+
+    def _order(self, family: Family, split: BatchSplit) -> tuple[int, ...]:
+        """Return the order of equal bounds: the largest micro-batch first, as it bounds the smaller ones."""
+        setting = family.setting(split)
+        first = STRATEGIES[family.strategy].probe_order, -family.layout.gpus
+        return (*first, *tie_break_key(setting)[2:-1], -split[0])
 
     def _bound(self, family: Family, split: BatchSplit) -> Value:
         setting = family.setting(split)
@@ -417,7 +413,8 @@ class _Search:
         if family not in self.evaluated_families:
             self.evaluated_families.add(family)
             if self.result.best is None:
-                self._prepare(family, split)
+                self._prepare(family, split, bound)
+                self._trace_next()
         seen = self._get_estimate(family, split)
         if seen is None:
             self._record_failure(family)
@@ -426,9 +423,7 @@ class _Search:
         elif self.result.best is None:
             self._find_limit(family, split, seen)
         else:
-            # After the choice is made, the exact limit is not worth finding: smaller ones follow in the heap.
-            self._count_too_large(family, seen.estimate.need_bytes)
-            self.limits[family] = max((micro for micro, _ in family.splits if micro < split[0]), default=0)
+            self._lower_limit(family, split, seen)
 
     def _can_skip(self, family: Family, split: BatchSplit, bound: Value) -> bool:  # noqa: PLR0911 - one per cause
         setting = family.setting(split)
@@ -480,8 +475,8 @@ class _Search:
         lacking = len(self.result.runners_up) < RUNNERS_UP
         return lacking and not alone and self.estimator.has_traces(family.setting(split), family.layout)
 
-    def _prepare(self, family: Family, split: BatchSplit) -> None:
-        """Trace a family and the others with the same recompute mode: together they cost little more.
+    def _prepare(self, family: Family, split: BatchSplit, bound: Value) -> None:
+        """Trace a family, and others with the same recompute mode that have their turn now too.
 
         If nothing is known yet, the family comes first, and its `split` is estimated as a first answer.
         """
@@ -503,14 +498,44 @@ class _Search:
             first = []
         # The static memory is known now, so families that are too large are not traced.
         others = [other for other in largest.values() if self._can_fit(other) and self._can_win(other)]
+        if family.recompute is not Recompute.NONE:
+            # The times of all others bound those that recompute, mostly enough to leave some out.
+            most = bound[0] * (1 + TIE)
+            others = [other for other in others if self._least_bound(other)[0] <= most]
         self._prepare_families([*first, *others])
 
-    def _trace_ways(self) -> None:
-        """Let the ways to fit of the best setting be traced while the search computes.
+    def _trace_next(self) -> None:
+        """Let the family that has its turn next be traced while this one is computed.
 
-        The plan says what they would buy. If another setting is best in the end, they are traced for that.
+        None is, if another that needs no trace may come first: bounds may rise until then.
         """
-        best = self.result.best or (min(self.known)[-1] if self.known else None)
+        if self.notice is ignore_notice or not self.heap or not self.estimator.can_prefetch():
+            return
+        most = self.heap[0][0]
+        untraced = [
+            (self._cached_least_bound(family), self._order(family, family.splits[0]), number, family)
+            for number, family in enumerate(self.space.families)
+            if family not in self.evaluated_families | self.failed_families.keys() | self.sent_families
+        ]
+        for least, *_, family in sorted(untraced):
+            if least > most:
+                return
+            if least[-1] <= 0:
+                # Nothing is known of its time.
+                continue
+            ends = [(family.setting(split), family.layout) for split in end_splits(family.splits)]
+            if all(self.estimator.has_traces(*end) for end in ends) or not self._can_fit(family):
+                continue
+            self.sent_families.add(family)
+            self.estimator.prefetch(ends)
+            return
+
+    def _trace_ways(self) -> None:
+        """Let the ways to fit of the choice be traced while the search computes the runners-up.
+
+        The plan says what they would buy.
+        """
+        best = self.result.best
         if self.notice is ignore_notice or best is None or best.setting == self.expected:
             return
         changed = list_changed(best.setting, best.estimate, best.allowed_bytes, self.policy)
@@ -538,8 +563,22 @@ class _Search:
         A family that is wrongly left out here is traced later, when its bound is the lowest.
         """
         best = min(self.known, default=None)
-        return best is None or any(
-            self._bound(family, split)[0] <= best[0][0] * (1 + TIE) for split in end_splits(family.splits)
+        return best is None or self._least_bound(family)[0] <= best[0][0] * (1 + TIE)
+
+    def _least_bound(self, family: Family) -> Value:
+        """Return the lower of the bounds of two micro-batches of a family."""
+        return min(self._bound(family, split) for split in end_splits(family.splits))
+
+    def _cached_least_bound(self, family: Family) -> Value:
+        """Return the same from stored times: what is only traced ahead must not change later bounds."""
+        settings = [family.setting(split) for split in end_splits(family.splits)]
+        return min(
+            objective_value(
+                setting,
+                self.estimator.cached_bound(setting, family.layout).step_s,
+                self.policy.objective,
+            )
+            for setting in settings
         )
 
     def _get_estimate(self, family: Family, split: BatchSplit) -> Evaluation | None:
@@ -653,6 +692,23 @@ class _Search:
         if untraced and low == len(smaller) - 1 and _is_clearly_beyond(1, points, seen.allowed_bytes):
             low += 1
         self.limits[family] = smaller[low][0] if low < len(smaller) else 0
+
+    def _lower_limit(self, family: Family, split: BatchSplit, seen: Evaluation) -> None:
+        """Lower the limit of a family after the choice is made: smaller micro-batches follow in the heap.
+
+        The exact limit is not worth finding then. What the line through the memory of this and of the
+        smallest micro-batch puts clearly above the limit is left out.
+        """
+        self._count_too_large(family, seen.estimate.need_bytes)
+        left = [other for other in family.splits if other[0] < split[0]]
+        small = next((end for end in end_splits(family.splits)[::-1] if end[0] < split[0]), None)
+        points = {split[0]: seen.estimate.need_bytes}
+        if small is not None and self._can_run_up(family, small):
+            other = self._get_estimate(family, small)
+            points |= {} if other is None else {small[0]: other.estimate.need_bytes}
+        while left and _is_clearly_beyond(left[0][0], points, seen.allowed_bytes):
+            del left[0]
+        self.limits[family] = left[0][0] if left else 0
 
     def _has_last_trace(self, family: Family) -> bool:
         """Whether the smallest micro-batch is not one sample that needs a trace of its own."""

@@ -12,9 +12,11 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from trimtab.engine.in_backward_rules import find_in_backward_refusal
+from trimtab.engine.offload_rules import find_refusal
 from trimtab.errors import WrongUse
 from trimtab.planner.pins import IN_BACKWARD, read_ways
 from trimtab.spec import Recompute
+from trimtab.strategies import strategy_of
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -166,7 +168,11 @@ def list_changed(
     """Yield the plan's setting with each of the relevant ways that it can use."""
     for way in list_relevant(setting, estimate, allowed_bytes, policy):
         changed = change_setting(setting, way)
-        if changed != setting and find_in_backward_refusal(changed) is None:
+        refusals = (
+            find_in_backward_refusal(changed),
+            find_refusal(strategy_of(changed), changed.gpus, changed.offload),
+        )
+        if changed != setting and not any(refusals):
             yield way, changed
 
 

@@ -246,9 +246,15 @@ class WorkerProcess:
     def prefetch(self, requests: TraceRequests) -> None:
         """Start tracing what is likely to be asked for next, and return at once.
 
-        Other requests wait until that is done, so prefetch little, and only what is likely.
+        Other requests wait until that is done, so prefetch little, and only what is likely. What was
+        prefetched before is not traced again.
         """
-        self._send(requests)
+        self._ensure_process(requests)
+        coming = {(sent.clip, setting) for sent in self._pending for setting in sent.settings}
+        known = coming | self._prefetched.keys()
+        missing = tuple(setting for setting in requests.settings if (requests.clip, setting) not in known)
+        if missing:
+            self._send(requests.replace(settings=missing))
 
     def is_idle(self) -> bool:
         """Whether a process is running and has answered all requests; take the answers that have come."""

@@ -82,6 +82,9 @@ COMPILED_WHOLE = (
 )
 AS_COMPILED = "under torch.compile"
 """Begins the assumptions on what compiled code would lose."""
+FAILED = b'{"error"'
+"""Begins an answer without a trace."""
+RUNS = "The job itself is fine: trimtab follows it in other settings."
 LONGEST_NOTE = "memory is that of longest(), the longest batch of the job; time is that of batch()"
 
 
@@ -938,6 +941,14 @@ class JobChecks:
     outcome: CpuCheckResult | None = None
     """Result of running the job on the CPU; None before the check."""
 
+    def __init__(self) -> None:
+        self.sizes: set[int] = set()
+        """Micro-batches at which the job was traced."""
+
+    def has_run(self, micro_batch: int) -> bool:
+        """Whether the job was traced with so many samples, or with more and with fewer."""
+        return bool(self.sizes) and min(self.sizes) <= micro_batch <= max(self.sizes)
+
 
 def _serve_requests() -> None:
     """Answer requests for one job, a line each, until stdin ends."""
@@ -975,18 +986,27 @@ def _answer_requests(job: Any, requests: TraceRequests, checks: JobChecks) -> by
         for rank in _rank_kinds(job, request)
     ]
     lines: dict[int, dict[RankKind, bytes]] = {}
-    for part, answer in zip(parts, _trace_ranks(job, requests, parts, checks), strict=True):
+    answers = _trace_ranks(job, requests, parts, checks)
+    checks.sizes |= {
+        part.request.setting.micro_batch
+        for part, answer in zip(parts, answers, strict=True)
+        if not answer.startswith(FAILED)
+    }
+    for part, answer in zip(parts, answers, strict=True):
         lines.setdefault(part.number, {})[part.rank] = _check_failure(answer, part.request, checks)
     return b"\n".join(map(_merge_ranks, lines.values()))
 
 
 def _check_failure(answer: bytes, request: TraceRequest, checks: JobChecks) -> bytes:
     """Return the answer; if tracing failed, run the job on the CPU to find out whether it is at fault."""
-    if not answer.startswith(b'{"error"'):
+    if not answer.startswith(FAILED):
         return answer
     error = decode_answer(answer)
     if not isinstance(error, CannotFollow):
         return answer
+    if checks.has_run(request.setting.micro_batch):
+        # Only this setting fails, such as a base of 4 bits: running the job on the CPU would take longer.
+        return encode_error(CannotFollow(error.given, found=error.found, cure=f"{RUNS} {error.cure}"))
     small = CpuCheck(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
     if error.given.startswith(("batch(", "longest(")):
         # It may fail only at this size.
