@@ -255,7 +255,8 @@ class RewardModel(nn.Module):
         rewards = self.decoder(input_ids=flat[0], attention_mask=flat[1]).logits.float().squeeze(-1)
         chosen, rejected = rewards.chunk(2)
         ranked = -functional.logsigmoid(chosen - rejected - margin).mean()
-        return ranked + 0.01 * (chosen + rejected).square().mean()
+        loss: Tensor = ranked + 0.01 * (chosen + rejected).square().mean()
+        return loss
 
 
 class RewardJob(WrittenJob):
@@ -297,7 +298,7 @@ class QueryBlock(nn.Module):
     def forward(self, seen: Tensor, position: Tensor) -> Tensor:
         """Return what the block adds to its input."""
         mixed = split_heads(self.inward(self.norms[0](seen)), self.heads + 2)
-        query, key, value = mixed.split((self.heads, 1, 1), 1)
+        query, key, value = mixed.split((self.heads, 1, 1), 1)  # type: ignore[no-untyped-call]
         query = rotate_at(self.query_norm(query), position).to(value.dtype)
         key = rotate_at(self.key_norm(key), position).to(value.dtype)
         attended = functional.scaled_dot_product_attention(
@@ -422,7 +423,7 @@ class VideoTransformer(nn.Module):
                 seen = block(seen, condition.repeat_interleave(frames, 0))
         scale, shift = self.shift(condition).repeat_interleave(frames, 0)[:, None].chunk(2, -1)
         made = self.head(self.norm(seen) * (1 + scale) + shift).transpose(1, 2).unflatten(2, (16, 16))
-        made = functional.pixel_shuffle(made, 2).unflatten(0, (size, frames))
+        made = functional.pixel_shuffle(made, 2).unflatten(0, (size, frames))  # type: ignore[no-untyped-call]
         return functional.mse_loss(made.float(), noise - video)
 
 
@@ -772,7 +773,7 @@ class GroupForecaster(nn.Module):
         seen = self.inward(patches)
         seen = torch.cat([seen, self.future.to(seen.dtype).expand(*seen.shape[:2], -1, -1)], 2)
         seen = seen + self.place(torch.arange(seen.shape[2], device=past.device))
-        some = known.unflatten(-1, (-1, self.patch)).any(-1)
+        some = known.unflatten(-1, (-1, self.patch)).any(-1)  # type: ignore[no-untyped-call]
         some = functional.pad(some, (0, len(self.future)), value=True)
         for block in self.blocks:
             seen = block(seen, some)
@@ -818,10 +819,9 @@ class JointBlock(nn.Module):
         )
         query, key, value = (split_heads(part, self.heads) for part in mixed.chunk(3, -1))
         query, key = rotate_at(query, position), rotate_at(key, position)
-        attended = merge_heads(
-            functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        ).split([seen.shape[1] for seen in streams], 1)
-        after = [seen + out(part) for seen, out, part in zip(streams, self.outward, attended, strict=True)]
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        parts = merge_heads(attended).split([seen.shape[1] for seen in streams], 1)  # type: ignore[no-untyped-call]
+        after = [seen + out(part) for seen, out, part in zip(streams, self.outward, parts, strict=True)]
         return [
             seen + wide(norm(seen)) for seen, wide, norm in zip(after, self.wide, self.second, strict=True)
         ]
