@@ -731,9 +731,9 @@ def _transformers(row: Row) -> Entry:
 
 
 def _written() -> list[Entry]:
-    """The models of zoo_models.py and of three more files, which stand beside this file."""
+    """The models of zoo_models.py and of four more files, which stand beside this file."""
     models = _load_beside("zoo_models")
-    for file in ("zoo_later", "zoo_blind", "zoo_newest"):
+    for file in ("zoo_later", "zoo_blind", "zoo_newest", "zoo_check"):
         _load_beside(file)  # adds its jobs to those of zoo_models.py
     return [Entry(job.name, "written", job.micro_batch, job) for job in models.JOBS]
 
