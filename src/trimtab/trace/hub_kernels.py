@@ -95,14 +95,14 @@ def _build_kernel(name: str, *, is_third: bool) -> ModuleType:
     return module
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """Where documents end, and how long they can be."""
 
     ends: tuple[Any, Any]
     longest: tuple[int, int]
 
 
-def _attend(parts: tuple[Any, Any, Any], call: _Call, options: dict[str, Any]) -> Any:
+def _attend(parts: tuple[Any, Any, Any], call: _AttentionCall, options: dict[str, Any]) -> Any:
     chosen = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1)}
     chosen |= {name: options[name] for name in chosen if name in options}
     out, sums, _ = attend(*parts, *call, chosen, probabilities=True)
@@ -113,7 +113,7 @@ def _attend(parts: tuple[Any, Any, Any], call: _Call, options: dict[str, Any]) -
 def _flash_attn_3_func(
     q: Any, k: Any, v: Any, softmax_scale: float | None = None, causal: bool = False, **options: Any
 ) -> Any:
-    call = _Call((None, None), (q.shape[1], k.shape[1]))
+    call = _AttentionCall((None, None), (q.shape[1], k.shape[1]))
     return _attend((q, k, v), call, {"softmax_scale": softmax_scale, "causal": causal, **options})
 
 
@@ -121,7 +121,7 @@ def _flash_attn_3_varlen_func(q: Any, k: Any, v: Any, *ends_and_lengths: Any, **
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     given = dict(zip(names, ends_and_lengths, strict=False)) | options
     ends, longest = (given[names[0]], given[names[1]]), (int(given[names[2]]), int(given[names[3]]))
-    return _attend((q, k, v), _Call(ends, longest), options)
+    return _attend((q, k, v), _AttentionCall(ends, longest), options)
 
 
 THIRD_FUNCTIONS = {
