@@ -22,6 +22,7 @@ from trimtab.trace.compiled import (
     MemoryBalance,
     count_additions,
     count_instructions,
+    count_waiting_additions,
 )
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import trace_setting
@@ -389,6 +390,13 @@ def test_numbers_that_a_kernel_adds_into_memory_are_counted() -> None:
     assert count_additions(ADDING.replace("tl.atomic_add", "tl.store")) == 0
     # Sizes that are only known when the kernel runs are not in its source.
     assert count_additions(ADDING.replace("    xnumel = 4096\n", "")) == 0
+
+
+def test_additions_to_the_same_number_are_counted() -> None:
+    few, many = torch.empty(8, 4), torch.empty(8192)
+    assert count_waiting_additions(ADDING, {"out_ptr0": few, "in_ptr0": many}) == 2 * 4096 // 32
+    assert count_waiting_additions(ADDING, {"out_ptr0": many}) == 1
+    assert count_waiting_additions(ADDING.replace("tl.atomic_add", "tl.store"), {"out_ptr0": few}) == 0
 
 
 def test_a_copy_must_not_raise_the_peak() -> None:

@@ -313,6 +313,8 @@ def test_compiled_kernels_that_add_into_memory_take_the_time_of_their_additions(
     kernel = copy(1024).replace(additions=34 * 10**9)
     assert op_time.Pace(RATES).seconds(kernel) == pytest.approx(34e9 / FACTS.law.additions_per_s)
     assert op_time.Pace(RATES).seconds(kernel.replace(additions=1)) == op_time.Pace(RATES).seconds(copy(1024))
+    waiting = kernel.replace(waiting_additions=10**7)
+    assert op_time.Pace(RATES).seconds(waiting) == pytest.approx(10**7 * FACTS.law.addition_s)
 
 
 @pytest.mark.parametrize(("rows", "additions"), [(6000, 6000 * 64), (1500, 0)])

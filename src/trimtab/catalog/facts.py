@@ -87,6 +87,7 @@ class LawFacts(Facts, frozen=True, kw_only=True):
     cell_in_a_step: float
     additions_per_s: float
     indexed_additions_per_s: float
+    addition_s: float
     norm_step_s: float
     norm_rows_per_s: float
     norm_column_step_s: float

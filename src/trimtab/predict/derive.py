@@ -233,6 +233,7 @@ def _mix_works(
             read_bytes=mix(*(work.read_bytes for work in works)),
             write_bytes=mix(*(work.write_bytes for work in works)),
             additions=mix(*(work.additions for work in works)),
+            waiting_additions=mix(*(work.waiting_additions for work in works)),
             instructions=mix(*(work.instructions for work in works)),
             dims=tuple(mix(*values) for values in zip(*(work.dims for work in works), strict=True)),
             kernels=max(min(works[0].kernels, 1), mix(*(work.kernels for work in works))),

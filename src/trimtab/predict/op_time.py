@@ -283,7 +283,8 @@ def _tiled_s(work: Work, peak: float, device: Rates) -> float:
 def _additions_s(work: Work, facts: LawFacts) -> float:
     """Return the least seconds for what an operation adds into memory, one number at a time."""
     is_indexed = work.op.startswith(INDEX_ADD)
-    return work.additions / (facts.indexed_additions_per_s if is_indexed else facts.additions_per_s)
+    rate = facts.indexed_additions_per_s if is_indexed else facts.additions_per_s
+    return max(work.additions / rate, work.waiting_additions * facts.addition_s)
 
 
 def _group_norm_s(work: Work, facts: LawFacts) -> float:

@@ -95,6 +95,8 @@ class Work(Noun, frozen=True, kw_only=True, cache_hash=True):
     """Whether autograd records no node for it in the forward pass: no input needs a gradient."""
     additions: int = 0
     """Numbers that index_add or a compiled kernel adds to others in memory, one by one (atomic additions)."""
+    waiting_additions: int = 0
+    """Of a compiled kernel: additions to the same number, which wait for each other; a mean over numbers."""
     instructions: int = 0
     """Of a kernel that a compiler generates: instructions of single threads, without reads and writes."""
 

@@ -16,6 +16,7 @@ import functools
 import gc
 import pkgutil
 import re
+from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -263,6 +264,17 @@ def count_additions(source: str) -> int:
     return source.count("tl.atomic_add(") * prod(sizes) if sizes else 0
 
 
+ADDED_TO = re.compile(r"tl\.atomic_add\((\w+) \+")
+
+
+def count_waiting_additions(source: str, tensors: dict[str, torch.Tensor]) -> int:
+    """Return the additions of a generated kernel to the same number, for the tensor that has most of them."""
+    sizes = [int(size) for size in KERNEL_SIZES.findall(source)]
+    calls = Counter(name for name in ADDED_TO.findall(source) if name in tensors)
+    waiting = (count * prod(sizes) // max(1, tensors[name].numel()) for name, count in calls.items())
+    return max(waiting, default=0) if sizes else 0
+
+
 COSTLY_CALLS = {
     re.compile(r"\brand\w*\("): 100,
     re.compile(r"\berf\("): 35,
@@ -341,6 +353,7 @@ class FusedKernelStub:
             write_bytes=write_bytes,
             dims=(PERMUTED * self.is_tiled, last),
             additions=self.additions,
+            waiting_additions=count_waiting_additions(self.source, tensors) if self.additions else 0,
             instructions=self.instructions,
         )
 
