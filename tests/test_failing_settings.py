@@ -8,7 +8,7 @@ import trimtab
 from trimtab.catalog.clusters import parse_cluster
 from trimtab.errors import CannotFollow, JobFailed, WrongUse
 from trimtab.planner.ways import list_changed
-from trimtab.spec import Band, Estimate, Footprint, Mesh, Policy, Precision, Setting, Strategy
+from trimtab.spec import Band, BaseFormat, Estimate, Footprint, Mesh, Policy, Precision, Setting, Strategy
 from trimtab.trace import cpu_check, worker
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.server import decode_answer, encode_error
@@ -85,7 +85,7 @@ def test_a_plan_without_devices_is_wrong_use_in_words(job: str) -> None:
             verb(job, "")
 
 
-def test_a_job_that_was_traced_with_more_and_fewer_samples_is_not_run_on_the_cpu(
+def test_a_job_that_was_traced_as_it_is_is_not_run_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[int] = []
@@ -99,8 +99,10 @@ def test_a_job_that_was_traced_with_more_and_fewer_samples_is_not_run_on_the_cpu
     checks.sizes |= {2, 64}
     failed = encode_error(CannotFollow("loss()", found="mm has no rule", cure="Profile it."))
     device = parse_cluster("H100").devices[0]
-    for micro_batch, runs in ((8, []), (64, []), (1, [1])):
-        setting = Setting(micro_batch=micro_batch, global_batch=micro_batch)
+    plain, quantised = Setting(micro_batch=2, global_batch=2), {"base": BaseFormat.NF4}
+    # Between 2 and 64 samples, the job itself may refuse a number; with another base, it is likely the base.
+    for micro_batch, changes, runs in ((64, {}, []), (8, quantised, []), (8, {}, [8]), (1, quantised, [8])):
+        setting = plain.replace(micro_batch=micro_batch, global_batch=micro_batch, **changes)
         request = TraceRequest(job="slm:tiny", setting=setting, device=device)
         error = decode_answer(worker._check_failure(failed, request, checks))  # noqa: SLF001 - no trace of a job
         assert isinstance(error, CannotFollow)

@@ -249,24 +249,20 @@ def describe_setting(
     return setting, _list_facts(setting, result, seen), notes
 
 
-NARROW_PRECISIONS = {"bfloat16": Precision.BF16, "float16": Precision.FP16}
-
-
 def _read_own_casts(fact: ScriptFact | None, trace: Trace | None) -> ScriptFact | None:
     """Return the precision of a script that casts in its own layers: most of its products are in 16 bits."""
-    if fact is None or trace is None or Precision(fact.value) not in {Precision.FP32, Precision.TF32}:
+    if fact is None or trace is None or Precision(fact.value).dtypes.is_narrow:
         return None
     flops: Counter[str] = Counter()
     for number in trace.sequence:
         work = trace.works[number]
         flops[work.dtype] += work.flops
     dtype, most = max(flops.items(), key=lambda item: item[1], default=("", 0))
-    if dtype not in NARROW_PRECISIONS or 2 * most <= flops.total():
+    narrow = next((precision for precision in Precision if precision.dtypes.autocast == dtype), None)
+    if narrow is None or 2 * most <= flops.total():
         return None
-    how = (
-        f"{fact.where}; {most / flops.total():.0%} of the arithmetic is in torch.{dtype}, by casts of its own"
-    )
-    return fact.replace(value=NARROW_PRECISIONS[dtype].value, where=how)
+    share = f"{most / flops.total():.0%} of the arithmetic is in torch.{dtype}"
+    return fact.replace(value=narrow.value, where=f"{fact.where}; {share}, by casts of its own")
 
 
 PREFETCHED = 2

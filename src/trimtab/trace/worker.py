@@ -21,7 +21,7 @@ import msgspec
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
 from trimtab.jobs.job import Job, has_longest
 from trimtab.jobs.load import job_error, load_job, tracing_error
-from trimtab.spec import PARTS, Offload, Recompute, Setting, Trace
+from trimtab.spec import PARTS, BaseFormat, Offload, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.strategies.base import ALIKE, RankKind
@@ -945,9 +945,14 @@ class JobChecks:
         self.sizes: set[int] = set()
         """Micro-batches at which the job was traced."""
 
-    def has_run(self, micro_batch: int) -> bool:
-        """Whether the job was traced with so many samples, or with more and with fewer."""
-        return bool(self.sizes) and min(self.sizes) <= micro_batch <= max(self.sizes)
+    def has_run(self, setting: Setting) -> bool:
+        """Whether the job was traced with so many samples; without what the setting changes, about so many.
+
+        A job may refuse a number of samples between two that it takes.
+        """
+        if setting.base is BaseFormat.NONE and not setting.offload:
+            return setting.micro_batch in self.sizes
+        return bool(self.sizes) and min(self.sizes) <= setting.micro_batch <= max(self.sizes)
 
 
 def _serve_requests() -> None:
@@ -1004,7 +1009,7 @@ def _check_failure(answer: bytes, request: TraceRequest, checks: JobChecks) -> b
     error = decode_answer(answer)
     if not isinstance(error, CannotFollow):
         return answer
-    if checks.has_run(request.setting.micro_batch):
+    if checks.has_run(request.setting):
         # Only this setting fails, such as a base of 4 bits: running the job on the CPU would take longer.
         return encode_error(CannotFollow(error.given, found=error.found, cure=f"{RUNS} {error.cure}"))
     small = CpuCheck(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
