@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from trimtab.catalog.clusters import parse_cluster
+from trimtab.spec import Precision, Setting
 from trimtab.trace import (
     convolution,
     data_dependent,
@@ -20,7 +21,12 @@ from trimtab.trace import (
     workspaces,
 )
 from trimtab.trace.kernels import Kernels
+from trimtab.trace.request import TraceRequest
+from trimtab.trace.tracer import trace_setting
 from trimtab.trace.workspaces import LAST_RESULT, RESULT
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 AT = "meta"
 
@@ -389,3 +395,29 @@ def test_few_indices_of_an_embedding_need_no_sorting() -> None:
     assert sizes(takes("aten::embedding_dense_backward", (gradient, ids))) == [6_758_400]
     # It requests no bytes, so that operations of both sizes have the same program.
     assert sizes(takes("aten::embedding_dense_backward", (gradient[:2048], ids[:2048]))) == []
+
+
+RECURRENT_JOB = """
+import torch
+from torch import nn
+
+class Reader:
+    global_batch = 2
+    def model(self):
+        return nn.ModuleDict({"inward": nn.Linear(8, 16), "read": nn.LSTM(16, 16, 2, batch_first=True)})
+    def batch(self, size):
+        return torch.randn(size, 4, 8)
+    def loss(self, model, batch):
+        return model["read"](model["inward"](batch))[0].float().square().mean()
+"""
+
+
+def test_autocast_gives_recurrent_layers_fp16_from_any_input(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(RECURRENT_JOB, encoding="utf-8")
+    setting = Setting(micro_batch=2, global_batch=2, precision=Precision.BF16)
+    device = parse_cluster("H200").devices[0]
+    trace = trace_setting(TraceRequest(job=f"{tmp_path / 'job.py'}:Reader", setting=setting, device=device))
+    dtypes = {work.op: work.dtype for work in trace.works}
+    assert dtypes["aten::addmm"] == "bfloat16"
+    # The linear layer's result is in bf16.
+    assert dtypes["aten::_cudnn_rnn"] == dtypes["aten::_cudnn_rnn_backward"] == "float16"

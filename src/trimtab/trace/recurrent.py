@@ -199,10 +199,11 @@ def _run_cudnn(  # noqa: PLR0913, PLR0917 - cuDNN's own
     packed: list[int] | None = None,
 ) -> Any:
     biases, layers, dropout, train, both, *first = settings
-    if torch.is_autocast_enabled("cuda") and source.dtype == torch.float32:
-        # Autocast always runs cuDNN's recurrent layers in fp16, whatever its dtype.
+    if torch.is_autocast_enabled("cuda") and source.dtype != torch.float64:
+        # Autocast always runs cuDNN's recurrent layers in fp16, whatever its dtype and that of the input.
         half = torch.float16
-        weights = list(_CastWeights.apply(half, *weights))
+        if any(weight.dtype != half for weight in weights):
+            weights = list(_CastWeights.apply(half, *weights))
         source, states = source.to(half), [state.to(half) for state in states]
     size = states[0].shape[2]
     cell = states[1] if len(states) > 1 else None
