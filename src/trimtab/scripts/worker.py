@@ -191,7 +191,7 @@ def list_writes(writes: list[dict[str, Any]]) -> list[str]:
 def _shorten_path(path: str) -> str:
     """Return a path as seen from the working directory or from the home folder."""
     home = str(Path.home()) + "/"
-    path = path.removeprefix(f"{Path.cwd()}/")
+    path = path.removeprefix(f"{Path.cwd()}/") or "./"
     return f"~/{path.removeprefix(home)}" if path.startswith(home) else path
 
 
