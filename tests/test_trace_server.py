@@ -89,7 +89,7 @@ def test_answers_that_came_together_are_told_apart(tmp_path: Path, monkeypatch: 
             time.sleep(0.01)
         for wanted in ((4,), (3,), (5, 2)):
             found: Any = worker.ask_all(asked(*wanted), timeout_s=60)
-            assert [one["micro"] for one in found] == list(wanted)
+            assert [entry["micro"] for entry in found] == list(wanted)
 
 
 def test_what_was_prefetched_is_not_traced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_what_was_prefetched_is_not_traced_again(tmp_path: Path, monkeypatch: py
         worker.prefetch(asked(3))
         worker.prefetch(asked(3, 4))
         found: Any = worker.ask_all(asked(5), timeout_s=60)
-        assert [one["micro"] for one in found] == [5]
+        assert [entry["micro"] for entry in found] == [5]
         marks = (tmp_path / "quick_stub.py.answered").read_text(encoding="utf-8")
         # The last mark may come after the answer.
         assert 3 <= len(marks) + 1 <= 4
