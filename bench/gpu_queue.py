@@ -631,6 +631,12 @@ def _losses() -> list[QueuedCase]:
     ]  # fmt: skip
 
 
+def _named_losses() -> list[QueuedCase]:
+    """GPT-2 compiled with the loss in a graph of its own, and in one graph with the model."""
+    jobs = {"default": "HFGPT2", "named": "bench/loss_jobs.py:NamedLoss"}
+    return [QueuedCase(f"loss-{name}-gpt2-compile-b32", job, 32, compile=True) for name, job in jobs.items()]
+
+
 def _recomputes() -> list[QueuedCase]:
     """Steps of the dial between no and full recomputation."""
     options = {"layers": 12, "vocabulary": 32_000}
@@ -746,8 +752,8 @@ def _packed() -> list[QueuedCase]:
 def _ways_to_fit() -> list[QueuedCase]:
     """The most informative of each kind first."""
     kinds = [
-        _bases(), _optimizers(), _in_backward(), _losses(), _recomputes(), _float8(), _offloads(),
-        _state_offloads(), _packed(),
+        _bases(), _optimizers(), _in_backward(), _losses(), _named_losses(), _recomputes(), _float8(),
+        _offloads(), _state_offloads(), _packed(),
     ]  # fmt: skip
     longest = max(map(len, kinds))
     return [cases[place] for place in range(longest) for cases in kinds if place < len(cases)]

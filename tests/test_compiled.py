@@ -174,6 +174,34 @@ class Windowed(Job):
         return model(batch[0]).square().mean()
 
 
+class Asking(Job):
+    # What the device can do is a constant of compiled code.
+    def model(self):
+        class Asks(Net):
+            def forward(self, x):
+                for block in self.blocks:
+                    x = block(x)
+                    if torch.cuda.get_device_properties(0).multi_processor_count < 2:
+                        x = -x
+                return self.head(x)
+        return Asks()
+
+
+class Checking(Job):
+    # Models of transformers ask for fake tensors, of which a real run has none.
+    def model(self):
+        from transformers.utils import import_utils
+
+        class Checks(Net):
+            def forward(self, x):
+                for block in self.blocks:
+                    x = block(x)
+                    if import_utils.is_fake_tensor(x):
+                        x = -x
+                return self.head(x)
+        return Checks()
+
+
 class Host(Job):
     # Part of the graph is for the CPU: nothing is compiled for it, and it takes no device memory.
     def model(self):
@@ -261,6 +289,18 @@ def test_flex_attention_is_a_part_of_the_compiled_model() -> None:
     share = 7 / 16
     (attention,) = [work for work in trace.works if work.op == "trimtab::flex_attention"]
     assert attention.flops == pytest.approx(share * 4 * 4 * 512**2 * 64 * 4, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Asking", "Checking"])
+def test_questions_about_the_device_do_not_split_compiled_code(name: str) -> None:
+    if name == "Checking":
+        pytest.importorskip("transformers")
+    setting = Setting(micro_batch=4, global_batch=4, precision=Precision.BF16, compile=True)
+    trace = trace_setting(TraceRequest(job=shared_job(JOB, name), setting=setting, device=h200()))
+    counts = Counter(trace.works[number].op for number in trace.sequence)
+    # One graph forward and one backward.
+    assert counts[GRAPH_ENTER] == 2
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -29,6 +29,8 @@ from trimtab.engine.precision import dtype_name
 from trimtab.spec import Work
 from trimtab.spec.precision import BFLOAT16, FLOAT16, FLOAT32, TF32
 from trimtab.spec.trace import GRADIENT, GRAPH_ENTER, GRAPH_LEAVE, PERMUTED
+from trimtab.trace.fake_cuda import FakeProperties
+from trimtab.trace.followed_functions import normalize_rows
 from trimtab.trace.kernels import MATRIX_OPS
 from trimtab.trace.workspaces import tensor_bytes
 
@@ -401,13 +403,9 @@ def warm_compiler(recorder: Recorder) -> None:
     The function has no matrix product: the recorder counts the memory of libraries at their first use. It has
     no backward pass: threads of autograd do not survive a fork.
     """
-
-    def normalize(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.gelu(torch.nn.functional.layer_norm(x, (8,)))
-
     paused, recorder.paused = recorder.paused, True
     try:
-        torch.compile(normalize, dynamic=False)(torch.empty(4, 8, device="cuda"))
+        torch.compile(normalize_rows, dynamic=False)(torch.empty(4, 8, device="cuda"))
     finally:
         recorder.paused, recorder.uses_compile = paused, False
 
@@ -427,7 +425,7 @@ def allocate_separately() -> None:
         set_attributes(inductor_config, allow_buffer_reuse=False)
 
 
-FOLLOWED_MODULES = {"trimtab.trace.flex_attention"}
+FOLLOWED_MODULES = {"trimtab.trace.flex_attention", "trimtab.trace.followed_functions"}
 """Modules that replace Python code of torch, which the compiler follows."""
 
 
@@ -445,9 +443,14 @@ def _enable_dynamo(recorder: Recorder) -> None:
     """Let dynamo compile code under the recorder; by default it skips code under a dispatch mode."""
     import torch._dynamo.convert_frame as frames
     import torch._inductor.compile_fx as inductor
-    from torch._dynamo import guards
+    from torch._dynamo import guards, symbolic_convert, utils
+    from torch._dynamo.variables import torch as torch_variables
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    # Answers of torch.cuda are constants of a graph, also where dynamo was imported before the fake device.
+    utils.common_constant_types.add(FakeProperties)
+    foldable = [*torch_variables.constant_fold_functions, torch.cuda.get_device_properties]
+    set_attributes(torch_variables, constant_fold_functions=dict.fromkeys(foldable))
     rules = torch._dynamo.trace_rules
     for module in pkgutil.iter_modules(trimtab.trace.__path__, "trimtab.trace."):
         # Stand-ins for torch's C++ code must not be compiled; the engine, which wraps the job's blocks, must.
@@ -460,6 +463,8 @@ def _enable_dynamo(recorder: Recorder) -> None:
     rerun = getattr(torch._prims.rng_prims, "graphsafe_run_with_rng_state", None)
     if rerun is not None:
         rerun.py_impl(type(recorder))(_rerun_random_op)
+    # Names in its log; finding them takes longer than tracing a small model.
+    set_attributes(symbolic_convert, get_funcname=lambda *_: None)
     # Measuring how long guards take flushes the caches of the CPU.
     set_attributes(guards, profile_guard_manager=lambda *_: 0.0)
     set_attributes(frames, _compile=_wrap_paused(recorder, frames._compile))

@@ -27,6 +27,7 @@ import torch
 from torch.nn import init
 
 from trimtab.catalog.devices import has_bf16, parse_capability
+from trimtab.trace.followed_functions import is_fake_tensor
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -564,8 +565,8 @@ CHECKING_MODULE = "transformers.utils.import_utils"
 
 
 def hide_from_module(library: Any) -> None:
-    """Let the module find no fake tensors."""
-    library.is_fake_tensor = _make_constant(value=False)
+    """Let the module find no fake tensors; the function is one that the compiler follows."""
+    library.is_fake_tensor = is_fake_tensor
 
 
 def _apply_to_module(module: Any, change: Callable[[Any], Any], recurse: bool = True) -> Any:
