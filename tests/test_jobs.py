@@ -363,8 +363,9 @@ def test_every_recorded_case_sets_options_that_its_job_has() -> None:
         ("", UnknownName, "no built-in"),
         ("slm:big", UnknownName, "has no 'big'.*slm:tiny.*slm.py:NAME"),
         ("slm:", UnknownName, "has no ''"),
-        ("train.py", WrongUse, "names a file and no class"),
-        ("./folder/train.py:", WrongUse, "names a file and no class"),
+        ("train.py", WrongUse, "names a file and no class.*estimate --on GPU -- python train.py. "),
+        ("./folder/train.py:", WrongUse, "names a file and no class.*-- python ./folder/train.py. "),
+        ("./folder", WrongUse, "names a file and no class[^-]*Name a job"),
     ],
 )
 def test_a_name_that_is_no_job_says_what_would_be(name: str, error: type[TrimtabError], found: str) -> None:

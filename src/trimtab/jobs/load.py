@@ -55,7 +55,10 @@ def _find_job(name: str) -> Any:
         return _build_built_in(name)
     place, colon, attribute = name.rpartition(":")
     if (not colon or not attribute) and (name.endswith(".py") or "/" in name):
-        raise WrongUse(f"job {name!r}", found="it names a file and no class in it", cure=_FORMS)
+        file = name.rstrip(":")
+        script = f"If it is a training script: trimtab estimate --on GPU -- python {file}. Otherwise: "
+        cure = script * file.endswith(".py") + _FORMS
+        raise WrongUse(f"job {name!r}", found="it names a file and no class in it", cure=cure)
     if not colon or not place or not attribute:
         close = find_nearest(name, BUILT_IN)
         meant = f"; did you mean {close[0]}?" if close else ""
