@@ -356,7 +356,7 @@ def _estimate_time(  # noqa: PLR0913 - as above
     usual = find_mfu_reference(model_kind(trace), device, setting.dtypes)
     notes = _list_time_notes(trace, setting, device, pace, fusing=fusing)
     if not pace.host_measured:
-        notes += _describe_host_speed(device, seconds, lambda host: time_step(host).total_s)
+        notes += _describe_host_speed(device, parts, lambda host: time_step(host).total_s)
     if setting.offload:
         notes.append(link.describe())
     notes += [CALLS_NOT_MEASURED] * setting.optimizer_in_backward
@@ -390,15 +390,18 @@ def _estimate_time(  # noqa: PLR0913 - as above
 
 
 def _describe_host_speed(
-    device: Device, seconds: float, time_step: Callable[[step_time.HostCosts], float]
+    device: Device, step: step_time.Step, time_step: Callable[[step_time.HostCosts], float]
 ) -> list[str]:
     """Return a note if a step waits for a host that was not measured: its time with others."""
     facts = facts_of(device)
     host = facts.host
-    least_s, most_s = (
-        time_step(step_time.host_costs_at(layers, facts)) for layers in (host.fastest, host.slowest)
-    )
-    if most_s - least_s < HOST_MATTERS * seconds:
+    threshold_s = HOST_MATTERS * step.total_s
+    most_s = time_step(step_time.host_costs_at(host.slowest, facts))
+    # No host saves more than all that the device waits for it; timing a step again takes long.
+    if most_s - (step.total_s - step.launch_s) < threshold_s:
+        return []
+    least_s = time_step(step_time.host_costs_at(host.fastest, facts))
+    if most_s - least_s < threshold_s:
         return []
     fast, slow, assumed = (
         f"{layers * host.bare_forward_s * 1e6:.0f}" for layers in (host.fastest, host.slowest, host.usual)
