@@ -426,7 +426,7 @@ def allocate_separately() -> None:
 
 
 FOLLOWED_MODULES = {"trimtab.trace.flex_attention", "trimtab.trace.followed_functions"}
-"""Modules that replace Python code of torch, which the compiler follows."""
+"""Modules of this package whose Python code the compiler follows."""
 
 
 def prepare_compiler(recorder: Recorder) -> None:
@@ -463,7 +463,7 @@ def _enable_dynamo(recorder: Recorder) -> None:
     rerun = getattr(torch._prims.rng_prims, "graphsafe_run_with_rng_state", None)
     if rerun is not None:
         rerun.py_impl(type(recorder))(_rerun_random_op)
-    # Names in its log; finding them takes longer than tracing a small model.
+    # Names of functions for its log: it reads and splits every source file of the model to find them.
     set_attributes(symbolic_convert, get_funcname=lambda *_: None)
     # Measuring how long guards take flushes the caches of the CPU.
     set_attributes(guards, profile_guard_manager=lambda *_: 0.0)
