@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trimtab import cluster
 from trimtab.spec import Precision, Setting, Trace
 from trimtab.trace import kernels
-from trimtab.trace.kernels import FP32, LOWER, PROMOTE, Autocast, casts_last_argument_first, read_autocast_ops
+from trimtab.trace.common_devices import casts_last_argument_first
+from trimtab.trace.kernels import FP32, LOWER, PROMOTE, Autocast, read_autocast_ops
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import trace_setting
 

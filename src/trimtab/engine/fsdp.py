@@ -207,7 +207,6 @@ class ShardedGradients:
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
         self._device = self._parameters[0].device if device is None else torch.device(device)
-        self._keeps_unsharded = self._can_keep_unsharded()
         self._key: tuple[Any, ...] | None = None
         self._done = 0
         self._clean = True
@@ -229,10 +228,12 @@ class ShardedGradients:
         sizes = [unit._reduce_scatter_process_group.size() for unit in _parameter_groups(module)]
         return self._replicas == 1 and not any(size > 1 for size in sizes)
 
-    def _can_keep_unsharded(self) -> bool:
-        """Return whether unsharded gradients fit in memory while micro-batches accumulate.
+    @functools.cached_property
+    def _keeps_unsharded(self) -> bool:
+        """Whether unsharded gradients fit in memory while micro-batches accumulate.
 
-        If not, every micro-batch reduce-scatters its gradients.
+        If not, every micro-batch reduce-scatters its gradients. Only steps of several micro-batches ask: a
+        trace of one serves GPUs with more or less memory too.
         """
         device = self._device
         memory = (

@@ -478,7 +478,8 @@ class _Search:
     def _prepare(self, family: Family, split: BatchSplit, bound: Value) -> None:
         """Trace a family, and others with the same recompute mode that have their turn now too.
 
-        If nothing is known yet, the family comes first, and its `split` is estimated as a first answer.
+        If nothing is known yet, the family comes first, and its `split` is estimated as a first answer; if
+        that does not fit, the smallest traced one is.
         """
         largest: dict[str, Family] = {}
         if family.recompute not in self.prepared:
@@ -494,7 +495,9 @@ class _Search:
         first = [family]
         if not self.known:
             self._prepare_families(first)
-            self._get_estimate(family, split)
+            seen = self._get_estimate(family, split)
+            if seen is not None and not seen.fits:
+                self._get_estimate(family, end_splits(family.splits)[-1])
             first = []
         # The static memory is known now, so families that are too large are not traced.
         others = [other for other in largest.values() if self._can_fit(other) and self._can_win(other)]

@@ -78,6 +78,8 @@ def get_traces(  # noqa: PLR0913 - the fields of a TraceRequest, with several se
             )
             for (name, setting), answer in zip(chosen, answers, strict=True):
                 known[name][setting.micro_batch] = answer
+                # The key changes with the first trace that turns out to serve one GPU only.
+                families.setdefault(family_key(requests[0].replace(setting=setting)), known[name])
         for (name, setting), parts in corners.items():
             fourth = _combine_corner([known[own][micro] for own, micro in parts])
             if fourth is not None:

@@ -27,6 +27,7 @@ import torch
 from torch.nn import init
 
 from trimtab.catalog.devices import has_bf16, parse_capability
+from trimtab.trace.common_devices import note_special_fact
 from trimtab.trace.followed_functions import is_fake_tensor
 from trimtab.units import MIB
 
@@ -301,6 +302,10 @@ CACHE_MIB = {(7, 0): 6, (7, 5): 4, (8, 0): 40, (8, 6): 6, (8, 9): 72, (9, 0): 50
 H200_CACHE_MIB = 60
 """Measured on an H200."""
 H100_SHARED_MEMORY = {"block": 49152, "optin": 232448, "multiprocessor": 233472}
+SPECIAL_PROPERTIES = {"name", "total_memory", "multi_processor_count", "L2_cache_size"}
+"""Properties that differ between GPUs of the same compute capability."""
+SPECIAL_ANSWERS = {"get_device_name", "mem_get_info"}
+"""Functions of torch.cuda that do."""
 
 
 @dataclass(frozen=True)
@@ -327,6 +332,12 @@ class FakeProperties:
     clock_rate: int = 1_830_000
     memory_clock_rate: int = 2_619_000
     memory_bus_width: int = 5120
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute; note if it differs between GPUs of the same compute capability."""
+        if name in SPECIAL_PROPERTIES:
+            note_special_fact()
+        return super().__getattribute__(name)
 
 
 class FakeStream:
@@ -451,7 +462,8 @@ def install_fake_cuda(target: Device) -> None:
         "manual_seed_all seed seed_all reset_max_memory_allocated set_per_process_memory_fraction"
     )
     for name, value in (answers | dict.fromkeys(silent.split())).items():
-        setattr(torch.cuda, name, _answer_if_visible(value, getattr(torch.cuda, name)))
+        answer = _answer_if_visible(value, getattr(torch.cuda, name))
+        setattr(torch.cuda, name, _note_use(answer) if name in SPECIAL_ANSWERS else answer)
     raw = {"getDeviceCount": 1, "getDevice": 0, "isCurrentStreamCapturing": False, "getCurrentRawStream": 0}
     quiet = "setDevice exchangeDevice maybeExchangeDevice"
     for name, value in (raw | dict.fromkeys(quiet.split(), 0)).items():
@@ -546,6 +558,16 @@ class Visibility:
 def _answer_if_visible(value: Any, real: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that gives the target's answer while the device is visible, else the real answer."""
     return lambda *args, **kwargs: value if Visibility.is_visible else real(*args, **kwargs)
+
+
+def _note_use(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, noting at each call that what it answers differs between GPUs."""
+
+    def answer_and_note(*args: Any, **kwargs: Any) -> Any:
+        note_special_fact()
+        return answer(*args, **kwargs)
+
+    return answer_and_note
 
 
 def _make_constant(value: Any) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.catalog.devices import parse_capability
 from trimtab.trace import attention, convolution, fake_ops, packed_attention, recurrent, workspaces
+from trimtab.trace.common_devices import casts_last_argument_first, note_special_fact
 from trimtab.trace.data_dependent import ValueTracker, patch_value_reads
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 LOWER, FP32, PROMOTE = "LOWER_PRECISION_FP", "FP32", "PROMOTE"
 """Autocast policies, as the header names them."""
-GRACE = re.compile(r"\bG[HB]\d+", re.ASCII)
-"""GPUs with an aarch64 (Grace) CPU: GH200, GB200 and similar."""
 ENTRY = re.compile(r"_\((\w+)(?:,\s*(\w+))?\)")
 
 
@@ -60,11 +59,6 @@ def read_autocast_ops(header: str) -> list[AutocastOp]:
         for name, overload in ENTRY.findall(begin[1] if begin else ""):
             operations.append(AutocastOp(policy, name, overload or "default"))
     return operations
-
-
-def casts_last_argument_first(target: Device) -> bool:
-    """Whether torch casts the last argument first on the GPU's host: True for all hosts except Grace."""
-    return GRACE.search(target.name) is None
 
 
 class Autocast:
@@ -291,6 +285,7 @@ class Kernels:
         """Return the bytes that a library allocates now and never frees: cuBLAS per thread, cuDNN dropout."""
         if name == "aten::_cudnn_rnn" and args[11] and args[12] and not self._dropout_state:
             self._dropout_state = True
+            note_special_fact()
             return workspaces.dropout_state_bytes(
                 self.target.multiprocessors or convolution.reference_multiprocessors()
             )

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
 from trimtab.spec.trace import EMPTY_CACHE, ENTER, GRADIENT, LEAVE, SEARCH, UPDATE_CALL, ZERO_GRADIENTS
+from trimtab.trace.common_devices import note_special_fact
 from trimtab.trace.fake_cuda import FakeStream
 from trimtab.trace.fake_ops import PARTS_ATTRIBUTE, is_sparse, list_storage_tensors
 from trimtab.trace.op_cost import FIND_POSITIONS, describe_work, needs_positions, read_work_state
@@ -391,6 +392,7 @@ class Recorder(TorchDispatchMode):
         """Record the largest trial of cuDNN that fits beside what is live; torch then empties its cache."""
         live = sum(self.sizes[event] if event >= 0 else -self.sizes[~event] for event in self.order)
         room = int(SEARCH_SHARE * self.kernels.target.memory_bytes) - live
+        note_special_fact()
         if request.size <= room:
             self.add_temporary(request.size, SEARCH, request.cause)
         else:

@@ -38,11 +38,12 @@ from trimtab.trace.child_process import (
     memory_limit_error,
     parent_variable,
 )
+from trimtab.trace.common_devices import common_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-    from trimtab.spec import Setting
+    from trimtab.spec import Device, Setting
     from trimtab.trace.request import TraceRequests
 
     Answer = dict[str, Any] | TrimtabError
@@ -211,7 +212,11 @@ END = b"\n\n"
 
 
 class WorkerProcess:
-    """A client of the process that traces; for another job or device it starts a new process."""
+    """A client of the process that traces; for another job it starts a new process.
+
+    For another device it does so only if traces differ: mostly those of one GPU serve all of its compute
+    capability.
+    """
 
     def __init__(self, module: str = "trimtab.trace.worker") -> None:
         self._module = module
@@ -222,6 +227,8 @@ class WorkerProcess:
         """The job that the process has loaded, as JSON."""
         self._without_options = ""
         """The same without the options of the job."""
+        self._device: Device | None = None
+        """The device for which the process traces."""
         self._pending: deque[TraceRequests] = deque()
         """Requests without an answer so far, in the order in which they were sent."""
         self._prefetched: dict[tuple[float | None, Setting], Answer] = {}
@@ -270,6 +277,13 @@ class WorkerProcess:
 
     def ask_all(self, requests: TraceRequests, *, timeout_s: float) -> list[Answer]:
         """Return the answer or the error to each request; only one error if the job cannot be loaded."""
+        answers = self._ask_all(requests, timeout_s)
+        if self._device != requests.device and not all(map(_serves_all_devices, answers)):
+            self.close()
+            answers = self._ask_all(requests, timeout_s)
+        return answers
+
+    def _ask_all(self, requests: TraceRequests, timeout_s: float) -> list[Answer]:
         self.last = requests
         keys = [(requests.clip, setting) for setting in requests.settings]
         try:
@@ -317,8 +331,10 @@ class WorkerProcess:
         run twice, so it gets a new process.
         """
         bare = requests.replace(settings=(), clip=None, timeout_s=1.0)
-        job, without_options = bare.to_json(), bare.replace(overrides={}).to_json()
         is_running = self._process is not None and self._process.poll() is None
+        if is_running and self._serves(requests):
+            bare = bare.replace(device=self._device)
+        job, without_options = bare.to_json(), bare.replace(overrides={}).to_json()
         if is_running and job == self._job:
             return
         can_reload = comes_with_trimtab(requests.job) and not self._pending
@@ -327,10 +343,19 @@ class WorkerProcess:
         else:
             self.close()
             self._start()
+            self._device = requests.device
         self._job, self._without_options = job, without_options
+
+    def _serves(self, requests: TraceRequests) -> bool:
+        """Whether the process may trace for the device of these requests: kernels are the same there."""
+        if self._device is None or any(setting.compile for setting in requests.settings):
+            return self._device == requests.device
+        return common_facts(self._device) == common_facts(requests.device)
 
     def _send(self, requests: TraceRequests) -> None:
         self._ensure_process(requests)
+        assert self._device is not None  # noqa: S101 - the process traces for one
+        requests = requests.replace(device=self._device)
         self._pending.append(requests)
         assert self._process is not None  # noqa: S101 - it was started
         assert self._process.stdin is not None  # noqa: S101 - with a pipe
@@ -395,6 +420,11 @@ class WorkerProcess:
         assert self._errors is not None  # noqa: S101 - the process has them
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
+
+
+def _serves_all_devices(answer: Answer) -> bool:
+    """Whether an answer holds for all devices with the same kernels; an error may be of one device."""
+    return not isinstance(answer, TrimtabError) and not answer.get("is_for_one_device", True)
 
 
 EARLY_IMPORTS = (

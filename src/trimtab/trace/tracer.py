@@ -12,6 +12,7 @@ from trimtab.cache import TRACES, code_fingerprint, fingerprint, make_key
 from trimtab.errors import TrimtabError
 from trimtab.jobs.registry import FOLDER, base_name, comes_with_trimtab, job_flags
 from trimtab.spec import Trace
+from trimtab.trace.common_devices import common_facts
 from trimtab.trace.forks import max_forks
 from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Device, Setting
     from trimtab.trace.request import TraceRequest
+    from trimtab.trace.server import Answer
 
 TIMEOUT_S = 600.0
 COMPILED_TIMEOUT_S = 1800.0
@@ -39,6 +41,11 @@ NOT_TRACING = frozenset(
     }
 )
 """Packages of trimtab that no trace depends on."""
+
+
+SEPARATED: set[str] = set()
+"""Keys of families whose traces serve one GPU only. The cache on disk has an empty entry for each."""
+SEPARATED_SUFFIX = "-one-device"
 
 
 def trace_setting(request: TraceRequest, *, cache: bool = True) -> Trace:
@@ -85,21 +92,24 @@ def trace_settings(  # noqa: PLR0913 - the fields of a TraceRequest, with severa
     answers: dict[str, Trace | TrimtabError] = {}
     if cache:
         answers = {key: trace for key in keys if (trace := load_trace(key)) is not None}
-    missing = {
-        key: setting for key, setting in zip(keys, requests.settings, strict=True) if key not in answers
-    }
+    missing = {key: request for key, request in zip(keys, requests.each(), strict=True) if key not in answers}
     if missing:
-        uncached = requests.replace(settings=tuple(missing.values()))
-        for key, answer in zip(missing, _ask_worker(uncached, worker, timeout_s), strict=True):
-            answers[key] = answer
-            if isinstance(answer, Trace):
-                TRACES.store(key, answer.to_json())
+        uncached = requests.replace(settings=tuple(request.setting for request in missing.values()))
+        made = _ask_worker(uncached, worker, timeout_s)
+        for (key, request), answer in zip(missing.items(), made, strict=True):
+            if isinstance(answer, TrimtabError):
+                answers[key] = answer
+                continue
+            answers[key] = trace = Trace.from_builtins(answer["trace"])
+            if answer["is_for_one_device"]:
+                _separate_devices(request)
+            TRACES.store(trace_key(request), trace.to_json())
     return [answers[key] for key in keys]
 
 
 def _ask_worker(
     requests: TraceRequests, worker: WorkerProcess | None, timeout_s: float | None
-) -> list[Trace | TrimtabError]:
+) -> list[Answer]:
     rounds = 1 + -(-len(requests.settings) // max_forks())
     timeout_s = rounds * requests.timeout_s if timeout_s is None else timeout_s
     if worker is not None:
@@ -110,10 +120,7 @@ def _ask_worker(
     if len(answers) < len(requests.settings):
         # The job could not be loaded, or does not exist.
         raise next(answer for answer in answers if isinstance(answer, TrimtabError))
-    return [
-        answer if isinstance(answer, TrimtabError) else Trace.from_builtins(answer["trace"])
-        for answer in answers
-    ]
+    return answers
 
 
 def trace_key(request: TraceRequest) -> str:
@@ -135,16 +142,34 @@ def cached_family(request: TraceRequest) -> dict[int, Trace]:
 
 
 def family_key(request: TraceRequest) -> str:
-    """Return a cache key of everything that a trace depends on, except the micro-batch."""
+    """Return a cache key of everything that a trace depends on, except the micro-batch.
+
+    GPUs of one compute capability share it, unless the trace is known to serve one of them only.
+    """
+    shared = _shared_key(request)
+    if request.setting.compile or shared in SEPARATED or TRACES.has(shared + SEPARATED_SUFFIX):
+        return fingerprint(shared, make_key(request.device))
+    return shared
+
+
+def _shared_key(request: TraceRequest) -> str:
     setting = request.setting
     # One device has no other ranks to synchronise with.
     alone = {"sync_batchnorm"} if setting.gpus == 1 else set()
     return job_key(
         request.job,
-        make_key(request, frozenset({"setting"})),
+        make_key(request, frozenset({"setting", "device"})),
+        common_facts(request.device),
         make_key(setting, NOT_TRACED | alone),
         files=list_option_files(request.job, request.overrides),
     )
+
+
+def _separate_devices(request: TraceRequest) -> None:
+    """Give the traces of a request's family a key for each GPU from now on."""
+    shared = _shared_key(request)
+    SEPARATED.add(shared)
+    TRACES.store(shared + SEPARATED_SUFFIX, "{}")
 
 
 def list_option_files(job: str, overrides: dict[str, Any]) -> list[Path]:

@@ -26,6 +26,7 @@ from trimtab.spec.trace import ENTER
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.strategies.base import ALIKE, RankKind
 from trimtab.trace.child_process import end_with_parent
+from trimtab.trace.common_devices import forget_special_facts, is_for_one_device
 from trimtab.trace.cpu_check import CpuCheck, blame_error, check_on_cpu
 from trimtab.trace.extend_blocks import FEW_BLOCKS, extend_blocks
 from trimtab.trace.forks import MAX_FORKS, run_forked
@@ -105,6 +106,7 @@ def prepare_job(requests: TraceRequests) -> Any:
     from trimtab.trace.hub_kernels import stand_in_for_hub_kernels
     from trimtab.trace.triton_kernels import patch_triton
 
+    forget_special_facts()
     install_fake_cuda(requests.device)
     patch_flex_attention()
     stand_in_for_flash_attn()
@@ -1106,6 +1108,7 @@ def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest
                     "results": results,
                     "split": _pack_split(part.request.setting),
                     "repeats": _step_key(part.request.setting, part.rank) in REPEATING,
+                    "is_for_one_device": part.request.setting.compile or is_for_one_device(),
                 }
                 say(msgspec.json.encode(answer))
 
@@ -1169,7 +1172,8 @@ def _merge_ranks(answers: dict[RankKind, bytes]) -> bytes:
         if "error" in answer:
             return line
     first, *others = [answer["trace"] for answer in decoded]
-    return msgspec.json.encode({"trace": {**first, "beside": others}})
+    is_special = any(answer["is_for_one_device"] for answer in decoded)
+    return msgspec.json.encode({"trace": {**first, "beside": others}, "is_for_one_device": is_special})
 
 
 if __name__ == "__main__":
