@@ -1,13 +1,13 @@
 """How long `trimtab plan` takes for a large model over many GPUs, with nothing known and with everything.
 
-python bench/planning.py             8B on 64 GPUs: cold, the same again, another deadline
+python bench/planning.py             8B on 64 GPUs: cold, the same again, another deadline, another GPU
 python bench/planning.py usual       plans of small and middle-sized jobs, each cold, with its first answer
 python bench/planning.py large       plans of large models with the batch that a plan assumes, each cold
 python bench/planning.py large 10k   only those whose name contains the words
 
 Prints seconds from start to exit, and seconds of all processors: cold (nothing cached), the same question
-again, and another question about the same job, for which the traces are there and the plan is not. Run it on
-an otherwise idle machine.
+again, and other questions about the same job, for which the traces are there and the plan is not (traces of
+H100 serve H200 too). Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -138,13 +138,14 @@ def main() -> None:
         folder, cache = Path(scratch) / "llama-8b", Path(scratch) / "cache"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
-        asked = (f"hf:{folder}", "--on", WHERE, "--global-batch", "512")
-        for words, more in (
-            ("cold", ()),
-            ("the same again", ()),
-            ("another deadline", ("--deadline", "20h")),
+        asked = (f"hf:{folder}", "--global-batch", "512")
+        for words, where, more in (
+            ("cold", WHERE, ()),
+            ("the same again", WHERE, ()),
+            ("another deadline", WHERE, ("--deadline", "20h")),
+            ("H200, not H100", WHERE.replace("H100", "H200"), ()),
         ):
-            took, cpu, chosen = seconds(cache, *asked, *more)
+            took, cpu, chosen = seconds(cache, *asked, "--on", where, *more)
             print(f"{words:18} {took:6.1f} s {cpu:6.1f} s CPU   {chosen}")
 
 

@@ -34,8 +34,8 @@ def common_facts(device: Device) -> tuple[str, str, bool]:
     """Return the facts of a GPU that every trace depends on.
 
     >>> from trimtab.catalog.clusters import parse_cluster
-    >>> h100, h200, a100 = (common_facts(parse_cluster(name).devices[0]) for name in ("H100", "H200", "A100-80GB"))
-    >>> h100 == h200, h100 == a100
+    >>> h100, h200, t4 = (common_facts(parse_cluster(name).devices[0]) for name in ("H100", "H200", "T4"))
+    >>> h100 == h200, h100 == t4
     (True, False)
     """
     return device.vendor, device.compute_capability or "", casts_last_argument_first(device)
