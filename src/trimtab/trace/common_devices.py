@@ -42,7 +42,7 @@ def common_facts(device: Device) -> tuple[str, str, bool]:
 
 
 def forget_special_facts() -> None:
-    """Begin anew, in memory of this process and the forks that it will have."""
+    """Start with no fact noted, in memory that only this process and its later forks share."""
     _Notes.used = mmap.mmap(-1, 1)
 
 
