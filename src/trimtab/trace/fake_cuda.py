@@ -425,43 +425,7 @@ def install_fake_cuda(target: Device) -> None:
     disable_scripting()
     # Fake tensors on the host cannot be pinned, and need not be.
     torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
-    numbers = parse_capability(target.compute_capability or "9.0") or (9, 0)
-    free = target.free_bytes if target.free_bytes is not None else target.memory_bytes
-    properties = FakeProperties(
-        name=target.name,
-        major=numbers[0],
-        minor=numbers[1],
-        total_memory=target.memory_bytes,
-        multi_processor_count=target.multiprocessors or 1,
-        L2_cache_size=_l2_cache_bytes(target, numbers),
-    )
-    answers: dict[str, Any] = {
-        "is_available": True,
-        "is_initialized": True,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_name": target.name,
-        "get_device_capability": numbers,
-        "get_device_properties": properties,
-        "get_arch_list": [f"sm_{numbers[0]}{numbers[1]}"],
-        "is_bf16_supported": has_bf16(target.compute_capability or "9.0"),
-        "is_current_stream_capturing": False,
-        "mem_get_info": (free, target.memory_bytes),
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-        "can_device_access_peer": True,
-        "utilization": 0,
-        "_get_device_index": 0,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-    }
-    silent = (
-        "_lazy_init init set_device synchronize empty_cache reset_peak_memory_stats ipc_collect manual_seed "
-        "manual_seed_all seed seed_all reset_max_memory_allocated set_per_process_memory_fraction"
-    )
-    for name, value in (answers | dict.fromkeys(silent.split())).items():
+    for name, value in _list_answers(target).items():
         answer = _answer_if_visible(value, getattr(torch.cuda, name))
         setattr(torch.cuda, name, _note_use(answer) if name in SPECIAL_ANSWERS else answer)
     raw = {"getDeviceCount": 1, "getDevice": 0, "isCurrentStreamCapturing": False, "getCurrentRawStream": 0}
@@ -502,6 +466,46 @@ def install_fake_cuda(target: Device) -> None:
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # type: ignore[attr-defined]
     lift_constants_in_backward()
     FakeTensorMode.create_symbolic_nested_int = _make_ragged_length  # type: ignore[method-assign,assignment]
+
+
+def _list_answers(target: Device) -> dict[str, Any]:
+    """Return what each replaced function of torch.cuda answers."""
+    numbers = parse_capability(target.compute_capability or "9.0") or (9, 0)
+    free = target.free_bytes if target.free_bytes is not None else target.memory_bytes
+    properties = FakeProperties(
+        name=target.name,
+        major=numbers[0],
+        minor=numbers[1],
+        total_memory=target.memory_bytes,
+        multi_processor_count=target.multiprocessors or 1,
+        L2_cache_size=_l2_cache_bytes(target, numbers),
+    )
+    silent = (
+        "_lazy_init init set_device synchronize empty_cache reset_peak_memory_stats ipc_collect manual_seed "
+        "manual_seed_all seed seed_all reset_max_memory_allocated set_per_process_memory_fraction"
+    )
+    return dict.fromkeys(silent.split()) | {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": target.name,
+        "get_device_capability": numbers,
+        "get_device_properties": properties,
+        "get_arch_list": [f"sm_{numbers[0]}{numbers[1]}"],
+        "is_bf16_supported": has_bf16(target.compute_capability or "9.0"),
+        "is_current_stream_capturing": False,
+        "mem_get_info": (free, target.memory_bytes),
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "can_device_access_peer": True,
+        "utilization": 0,
+        "_get_device_index": 0,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+    }
 
 
 def lift_constants_in_backward() -> None:
