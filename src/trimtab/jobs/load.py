@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from trimtab.catalog.torch_release import require_supported_torch
+from trimtab.catalog.torch_release import find_torch_release, require_supported_torch
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, WrongUse, find_nearest
 from trimtab.jobs.job import Job, has_embeddings
 from trimtab.jobs.optimizers import has_optimizers
@@ -224,7 +224,30 @@ def job_error(given: str, error: Exception, cure: str) -> TrimtabError:
     found = f"{_describe_error(error)}{describe_location(error)}"
     if error.__cause__ is not None:
         found += f", because of {_describe_error(error.__cause__)}"
-    return JobFailed(given, found=found, cure=cure)
+    return JobFailed(given, found=found, cure=_explain_wrong_build(error) or cure)
+
+
+WRONG_BUILD = re.compile(
+    r"operator (?P<operators>\w+)::\w+ does not exist"
+    r"|(?P<library>\w+)[^/\s]*\.so: undefined symbol: \w*(?:c10|at\d|torch)"
+)
+"""Messages about a package whose compiled code does not match torch."""
+
+
+def _explain_wrong_build(error: BaseException | None) -> str:
+    """Return what to do if a package was compiled for another torch; empty if that is not the cause."""
+    while error is not None:
+        found = WRONG_BUILD.search(str(error))
+        package = found and (found["operators"] or found["library"])
+        frames = traceback.extract_tb(error.__traceback__)
+        # Operators that a job registers itself are missing for other reasons.
+        if package and (found["library"] or any(package in Path(frame.filename).parts for frame in frames)):
+            return (
+                f"{package} was built for another torch than the installed {find_torch_release()}: install "
+                f"the release that belongs to it. It fails without trimtab too: python -c 'import {package}'."
+            )
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _describe_error(error: BaseException) -> str:
@@ -241,6 +264,8 @@ def tracing_error(member: str, error: Exception, cure: str) -> TrimtabError:
     """Return the error for a failure of tracing, with the operation and the line of the job."""
     if isinstance(error, TrimtabError):
         return error
+    if _explain_wrong_build(error):
+        return job_error(member, error, cure)
     text = str(error).strip().split("\n")[0][:200] or "no message"
     where = f"{_failed_operation(error)} here{describe_location(error)}"
     found = f"trimtab cannot follow {where}; {type(error).__name__}: {text}"
