@@ -232,16 +232,20 @@ WRONG_BUILD = re.compile(
     r"|(?P<library>\w+)[^/\s]*\.so: undefined symbol: \w*(?:c10|at\d|torch)"
 )
 """Messages about a package whose compiled code does not match torch."""
+LONGEST_CHAIN = 20
+"""How many errors that caused one another are looked at."""
 
 
 def _explain_wrong_build(error: BaseException | None) -> str:
     """Return what to do if a package was compiled for another torch; empty if that is not the cause."""
-    while error is not None:
+    for _ in range(LONGEST_CHAIN):
+        if error is None:
+            break
         found = WRONG_BUILD.search(str(error))
-        package = found and (found["operators"] or found["library"])
         frames = traceback.extract_tb(error.__traceback__)
+        package = found and (found["library"] or found["operators"])
         # Operators that a job registers itself are missing for other reasons.
-        if package and (found["library"] or any(package in Path(frame.filename).parts for frame in frames)):
+        if found and (found["library"] or any(package in Path(frame.filename).parts for frame in frames)):
             return (
                 f"{package} was built for another torch than the installed {find_torch_release()}: install "
                 f"the release that belongs to it. It fails without trimtab too: python -c 'import {package}'."
