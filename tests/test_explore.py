@@ -196,7 +196,11 @@ def test_an_answer_is_the_estimate_of_its_command_and_others_follow_at_once(serv
     assert sum(part["value"] for part in answer["memory"]["parts"]) == same.process_bytes
     assert sum(part["share"] for part in answer["time"]["parts"]) == pytest.approx(1)
     assert all(drawing.startswith("<svg") for drawing in answer["memory"]["drawings"])
-    # Another micro-batch, and several GPUs with a copy of the model each, need no further trace.
+    # Another micro-batch, a GPU with the same kernels, and several GPUs with a copy of the model each need no
+    # further trace.
+    newer = ask(server, "estimate", device="H200")
+    assert newer["status"] == "ready"
+    assert newer["time"]["seconds"] < answer["time"]["seconds"], "its memory is faster"
     larger = ask(server, "estimate", micro_batch=11)
     assert larger["status"] == "ready"
     assert larger["memory"]["bytes"] >= answer["memory"]["bytes"]
