@@ -33,6 +33,32 @@ TINY = [f"{name}:tiny" for name in BUILT_IN]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("train.py", "it names a file and no class in it"),
+        ("missing.py:Job", "there is no such file"),
+        ("./notes.txt:Job", "it is no .py file"),
+        ("slmm", "there is no built-in of that name; did you mean slm?"),
+        ("hf:missing", "there is no such folder"),
+    ],
+)
+@pytest.mark.parametrize("verb", [trimtab.estimate, trimtab.plan])
+def test_a_name_that_no_job_has_is_refused_before_a_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Any, name: str, found: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").touch()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with pytest.raises(TrimtabError) as caught:
+        verb(name, "H100")
+    assert caught.value.found == found
+
+
 def on_meta(job: Any) -> Any:
     with torch.device("meta"):
         return job.model()

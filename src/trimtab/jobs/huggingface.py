@@ -27,7 +27,7 @@ from trimtab.jobs.pretrained import (
     load_pretrained,
     run_experts_in_autocast,
 )
-from trimtab.jobs.registry import FOLDER_SAMPLES
+from trimtab.jobs.registry import FOLDER_SAMPLES, require_folder
 from trimtab.jobs.stored_base import find_stored_base, read_base_format
 from trimtab.jobs.synthetic import CPU, Synthetic, draw_integer
 from trimtab.jobs.text.blocks import TokenBlocks, describe_text, lay_out_blocks
@@ -769,10 +769,9 @@ def read_config(folder: str, *, given: str = "", quantized: bool = False) -> dic
     cure = "Name a folder with a Hugging Face config.json"
     cure += "." if given else ", as in hf:./my-model."
     given = given or f"job hf:{folder}"
+    require_folder(folder, given, cure)
     place = Path(folder)
     file = place / "config.json"
-    if not folder or not place.is_dir():
-        raise WrongUse(given, found="there is no such folder", cure=cure)
     try:
         text = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -19,13 +19,17 @@ from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, W
 from trimtab.jobs.job import Job, has_embeddings
 from trimtab.jobs.optimizers import has_optimizers
 from trimtab.jobs.options import list_options, set_options
-from trimtab.jobs.registry import BUILT_IN, FOLDER, FOLDER_JOB, BuiltInJob, base_name
+from trimtab.jobs.registry import (
+    BUILT_IN,
+    FOLDER,
+    FOLDER_JOB,
+    JOB_FORMS,
+    BuiltInJob,
+    base_name,
+    check_job_name,
+)
 
 REQUIRED = ("model", "batch", "loss")
-_FORMS = (
-    f"Name a job as FILE.py:NAME, package.module:NAME, {', '.join(BUILT_IN)} (or {next(iter(BUILT_IN))}:tiny "
-    "...), or hf:FOLDER."
-)
 
 
 def load_job(name: str, given: dict[str, Any] | None = None) -> Any:
@@ -49,27 +53,19 @@ def expand_stage(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_job(name: str) -> Any:
+    check_job_name(name)
     if name.startswith(FOLDER):
         return _import_class(FOLDER_JOB)(name.removeprefix(FOLDER))
     if base_name(name) in BUILT_IN:
         return _build_built_in(name)
-    place, colon, attribute = name.rpartition(":")
-    if (not colon or not attribute) and (name.endswith(".py") or "/" in name):
-        file = name.rstrip(":")
-        script = f"If it is a training script: trimtab estimate --on GPU -- python {file}. Otherwise: "
-        cure = script * file.endswith(".py") + _FORMS
-        raise WrongUse(f"job {name!r}", found="it names a file and no class in it", cure=cure)
-    if not colon or not place or not attribute:
-        close = find_nearest(name, BUILT_IN)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise UnknownName(f"job {name!r}", found=f"there is no built-in of that name{meant}", cure=_FORMS)
+    place, _, attribute = name.rpartition(":")
     module = _import_module(place)
     job = getattr(module, attribute, None)
     if job is None:
         jobs = [key for key, value in vars(module).items() if _is_job(value)]
         close = find_nearest(attribute, jobs) or jobs
         listed = f"; it has {', '.join(close)}" if close else ""
-        raise UnknownName(f"job {name!r}", found=f"{place} has no {attribute}{listed}", cure=_FORMS)
+        raise UnknownName(f"job {name!r}", found=f"{place} has no {attribute}{listed}", cure=JOB_FORMS)
     return check_job(_build_job(job, name), name)
 
 
@@ -190,8 +186,6 @@ def _import_module(place: str) -> Any:
             raise _missing_package_error(place, error) from error
         except Exception as error:
             raise job_error(f"job {place}", error, "Fix the module, or run it alone to see more.") from error
-    if not path.is_file():
-        raise WrongUse(f"job {place}", found="there is no such file", cure=_FORMS)
     spec = importlib.util.spec_from_file_location(f"trimtab_job_{path.stem}", path)
     assert spec is not None  # noqa: S101 - a .py file has a loader
     assert spec.loader is not None  # noqa: S101

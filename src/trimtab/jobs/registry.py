@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from trimtab.errors import UnknownName, WrongUse, find_nearest
+
 FOLDER = "hf:"
 """Prefix of a job that is a Hugging Face folder."""
 FOLDER_SAMPLES = 10_000
@@ -112,6 +114,11 @@ JOBS = (
 FOLDER_JOB = next(job for job in JOBS if job.name == FOLDER)
 BUILT_IN = {job.name: job for job in JOBS if job is not FOLDER_JOB}
 """Built-in jobs by name, without hf:."""
+JOB_FORMS = (
+    f"Name a job as FILE.py:NAME, package.module:NAME, {', '.join(BUILT_IN)} (or {next(iter(BUILT_IN))}:tiny "
+    "...), or hf:FOLDER."
+)
+"""What to do about a name that is none of a job."""
 
 
 def base_name(job: str) -> str:
@@ -121,6 +128,37 @@ def base_name(job: str) -> str:
     ('slm', 'hf:', 'job.py')
     """
     return FOLDER if job.startswith(FOLDER) else job.partition(":")[0]
+
+
+def check_job_name(name: str) -> None:
+    """Raise if no job can have that name: so much is known without loading torch or the job."""
+    if name.startswith(FOLDER):
+        cure = "Name a folder with a Hugging Face config.json, as in hf:./my-model."
+        require_folder(name.removeprefix(FOLDER), f"job {name}", cure)
+        return
+    if base_name(name) in BUILT_IN:
+        return
+    place, colon, attribute = name.rpartition(":")
+    if (not colon or not attribute) and (name.endswith(".py") or "/" in name):
+        file = name.rstrip(":")
+        script = f"If it is a training script: trimtab estimate --on GPU -- python {file}. Otherwise: "
+        cure = script * file.endswith(".py") + JOB_FORMS
+        raise WrongUse(f"job {name!r}", found="it names a file and no class in it", cure=cure)
+    if not colon or not place or not attribute:
+        close = find_nearest(name, BUILT_IN)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise UnknownName(f"job {name!r}", found=f"there is no built-in of that name{meant}", cure=JOB_FORMS)
+    if place.endswith(".py") or "/" in place:
+        if not Path(place).is_file():
+            raise WrongUse(f"job {place}", found="there is no such file", cure=JOB_FORMS)
+        if not place.endswith(".py"):
+            raise WrongUse(f"job {place}", found="it is no .py file", cure=JOB_FORMS)
+
+
+def require_folder(folder: str, given: str, cure: str) -> None:
+    """Raise WrongUse if there is no such folder."""
+    if not folder or not Path(folder).is_dir():
+        raise WrongUse(given, found="there is no such folder", cure=cure)
 
 
 def comes_with_trimtab(job: str) -> bool:

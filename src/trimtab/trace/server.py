@@ -31,7 +31,7 @@ import msgspec
 from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.errors import JobFailed, TrimtabError, error_from_dict
 from trimtab.jobs.job import Job
-from trimtab.jobs.registry import comes_with_trimtab
+from trimtab.jobs.registry import check_job_name, comes_with_trimtab
 from trimtab.trace.child_process import (
     end_with_parent,
     exceeds_memory_limit,
@@ -102,6 +102,7 @@ def ask_all(  # noqa: PLR0913 - a request, and how to run it
     its stderr while it runs.
     """
     require_supported_torch()
+    check_job_name(request.job)
     job = f"job {request.job}"
     # In a new session, so that all processes that it starts end with it.
     process = subprocess.Popen(  # noqa: S603 - our own module
@@ -341,6 +342,7 @@ class WorkerProcess:
         if is_running and can_reload and without_options == self._without_options:
             self._prefetched.clear()
         else:
+            check_job_name(requests.job)
             self.close()
             self._start()
             self._device = requests.device
