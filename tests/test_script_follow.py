@@ -412,3 +412,81 @@ def test_a_loader_with_iterators_of_its_own_loads_without_worker_processes(
     facts = facts_of(found)
     assert facts["micro_batch"] == "8"
     assert "num_workers=2" in facts["loader"]
+
+
+ENDLESS_LOADER = """
+import torch
+from torch.utils.data import DataLoader
+
+class Endless(DataLoader):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.iterator = super().__iter__()
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+class Checked(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model.eval()
+
+    @torch.inference_mode()
+    def forward(self, image):
+        with torch.autocast("cuda", enabled=False):
+            return self.model(image)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.anchors = torch.nn.Parameter(torch.rand(3, 64))
+        self.line = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.line(x) + sum(self.anchors[place] for place in (0, 1, 2, 1, 1))
+
+model = Net()
+model(torch.rand(2, 64))
+model.cuda()
+image = torch.rand(1, 64).cuda()
+with torch.autocast("cuda"):
+    half = Checked(model)(image)
+low_precision = torch.allclose(Checked(model)(image), half, atol=0.1)
+model.train()
+data = torch.randn(640, 64)
+optimizer = torch.optim.SGD(model.parameters())
+for batch in Endless(data, batch_size=16):
+    with torch.autocast("cuda", enabled=low_precision):
+        loss = model(batch.cuda()).float().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    for batch in Endless(data, batch_size=64):
+        model(batch.cuda())
+torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def test_a_check_of_low_precision_holds_and_a_generator_ends_with_its_loader(
+    follow: Callable[..., ScriptEstimate],
+) -> None:
+    found = follow("train.py", script=ENDLESS_LOADER)
+    facts = facts_of(found)
+    # Neither the trial on the CPU nor the check without gradients is a training call.
+    assert facts["micro_batch"] == "16"
+    assert "micro_batches_seen" not in facts
+    assert facts["precision"] == "fp16"
+    assert [phase.name for phase in found.phases] == [
+        "first step",
+        "steady step",
+        "evaluation",
+        "save",
+    ]
+    notes = " ".join(found.script.notes)
+    assert "tensors that torch.allclose compares are taken to be close" in " ".join(
+        found.estimate.assumptions
+    )
+    assert "failed" not in notes

@@ -201,6 +201,38 @@ class SplitByMask(Base):
         return torch.zeros_like(rows).index_copy(0, torch.arange(len(rows), device=x.device), done.float())
 
 
+if not hasattr(torch.ops.torchvision, "nms"):
+    detection = torch.library.Library("torchvision", "FRAGMENT")
+    detection.define("nms(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+
+    @torch.library.register_fake("torchvision::nms")
+    def nms(boxes, scores, threshold):
+        return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.long)
+
+
+@job
+class Chosen(Base):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(32, 8)
+
+    def forward(self, x, lengths):
+        scores = self.line(x)
+        flat = scores.flatten(0, 1)
+        found = [
+            flat.max(1), flat.min(0), flat.max(1, keepdim=True), scores.max(2), scores.min(0), scores.max(-2),
+            flat.topk(3, 0), scores.topk(2, 1), scores.sort(0), flat.sort(dim=1), flat.mode(1),
+            flat.median(1), flat.kthvalue(2, 1), flat.cummax(0), flat.aminmax(dim=1),
+            flat[:, 0].max(0), flat[0].topk(2),
+        ]
+        assert flat.argmax(1).shape == (len(flat),) and found[0][1].shape == (len(flat),)
+        kept = torch.ops.torchvision.nms(flat[:, :4], flat[:, 4], 0.5)
+        assert len(kept) == len(flat) // 2
+        assert torch.allclose(flat, flat * 1.0) and not torch.equal(flat, flat * 1.0)
+        assert torch.equal(flat, flat) and torch.equal(lengths.clone(), lengths)
+        return sum(pair[0].float().mean() for pair in found) + flat[kept].mean()
+
+
 @job
 class Drawn(Base):
     def __init__(self):
@@ -254,6 +286,7 @@ NAMES = (
     "SplitByArray",
     "SplitByUnique",
     "SplitByMask",
+    "Chosen",
     "Drawn",
     "Straggler",
     "Numbers",
@@ -321,6 +354,15 @@ def test_lengths_of_a_mask_add_up_to_its_set_entries(kinds: dict[str, dict[str, 
 def test_sizes_from_random_numbers_are_those_of_several_steps(kinds: dict[str, dict[str, Any]]) -> None:
     assert kinds["Drawn"]["words"] == ""
     assert kinds["Drawn"]["assumptions"] == [worker.DRAWN_NOTE]
+
+
+def test_maxima_of_any_dimension_boxes_and_comparisons_are_followed(kinds: dict[str, dict[str, Any]]) -> None:
+    assert kinds["Chosen"]["words"] == ""
+    assert set(kinds["Chosen"]["assumptions"]) == {
+        "half of the boxes are taken to be left by non-maximum suppression",
+        "tensors that torch.allclose compares are taken to be close",
+        "tensors that torch.equal compares are taken to differ",
+    }
 
 
 def test_scripted_functions_are_followed_and_named(kinds: dict[str, dict[str, Any]]) -> None:

@@ -297,11 +297,16 @@ class Observer:
         elif self.can_skip() and not takes_gradients:
             self._is_skipped = True
             return self._repeat_outputs(module, cached.outputs)
+        before, passes, begin = self._copy_noted(), self.passes, len(self.recorder.order)
         if not self._is_inner:
             self._note_training_call(module, args, kwargs)
         self._note_phase(training=True)
         cached.outputs = None
         out = self._enter(call, module, args, kwargs, root=True)
+        is_on_cpu = len(self.recorder.order) == begin
+        if self.passes == passes and (is_on_cpu or not may_need_gradients(out)):
+            # A trial on the CPU, or a model that is frozen or turns gradients off itself: no training.
+            self._restore_noted(before)
         cached.outputs = tree_map(forget_memory, out)
         return out
 
@@ -314,6 +319,21 @@ class Observer:
             value, how = describe_precision(self._described)
             where = ", ".join(filter(None, (how, self._line_of_call)))
             self.facts["precision"] = ScriptFact(name="precision", value=value, where=where)
+
+    def _copy_noted(self) -> tuple[Any, ...]:
+        """Return what a training call may change of what is noted."""
+        return (
+            dict(self.micro_batches),
+            dict(self.lengths),
+            self._described,
+            self._line_of_call,
+            self.facts.get("precision"),
+        )
+
+    def _restore_noted(self, before: tuple[Any, ...]) -> None:
+        self.micro_batches, self.lengths, self._described, self._line_of_call, precision = before
+        if precision is None:
+            self.facts.pop("precision", None)
 
     def _repeat_outputs(self, module: Any, outputs: Any) -> Any:
         anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
@@ -702,6 +722,16 @@ def wants_input_gradients(args: Any, kwargs: Any) -> bool:
         and not isinstance(leaf, torch.nn.Parameter)
         for leaf in tree_leaves((args, kwargs))
     )
+
+
+def may_need_gradients(out: Any) -> bool:
+    """Return whether a result has a graph of gradients, as far as its tensors show; True if it shows none."""
+    leaves = tree_leaves(out)
+    for leaf in list(leaves):
+        if not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__"):
+            leaves += tree_leaves(list(vars(leaf).values()))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
 def describe_inputs(args: Any, kwargs: Any) -> Any:

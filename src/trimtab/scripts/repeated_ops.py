@@ -158,12 +158,13 @@ def make_result(recipe: TensorRecipe | None, args: tuple[Any, ...]) -> Any:
         return None
     if recipe.is_argument:
         return args[recipe.source]
-    inner = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
-    if recipe.source >= 0:
-        inner.set_(args[recipe.source].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
-    made: Any = torch.Tensor._make_subclass(
-        FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=recipe.device
-    )
+    source = args[recipe.source] if recipe.source >= 0 else None
+    if source is not None and torch.is_inference_mode_enabled() and not source.is_inference():
+        # As in torch, a view of an ordinary tensor stays an ordinary one.
+        with torch.inference_mode(mode=False):
+            made = _make_fake(recipe, source)
+    else:
+        made = _make_fake(recipe, source)
     # As in the constructor of fake tensors, which this replaces.
     if recipe.attributes["fake_mode"]._allow_unsafe_data_ptr_access:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
@@ -171,3 +172,13 @@ def make_result(recipe: TensorRecipe | None, args: tuple[Any, ...]) -> Any:
         torch._C._set_throw_on_mutable_data_ptr(made)
     made.__dict__.update(recipe.attributes)
     return made
+
+
+def _make_fake(recipe: TensorRecipe, source: Any) -> Any:
+    """Return a fake tensor without its attributes: a view of `source`, or with memory of its own."""
+    inner = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
+    if source is not None:
+        inner.set_(source.untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
+    return torch.Tensor._make_subclass(
+        FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=recipe.device
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from trimtab.trace.fake_cuda import hide_fake_tensors
 from trimtab.trace.triton_kernels import patch_triton
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from trimtab.spec import Device
 
@@ -235,34 +236,12 @@ def _patch_iterators(observer: Observer) -> None:
     from torch.utils.data import DataLoader
     from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-    def run_here(make_iterator: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that makes the iterator of a loader without worker processes."""
-
-        @functools.wraps(make_iterator)
-        def get_iterator(loader: Any) -> Any:
-            workers, dataset = loader.num_workers, loader.dataset
-            if loader.batch_size is not None:
-                observer.learn("loader", f"batch_size={loader.batch_size}, num_workers={workers}")
-            own = copy_for_worker(loader)
-            with act_as_worker(loader, own):
-                if workers and loader.worker_init_fn is not None:
-                    loader.worker_init_fn(0)
-                loader.__dict__.update(num_workers=0, dataset=own)
-                try:
-                    iterator: Any = make_iterator(loader)
-                finally:
-                    loader.__dict__.update(num_workers=workers, dataset=dataset)
-            iterator._trimtab_loader, iterator._trimtab_dataset = loader, own
-            if observer.training_loader is None and not observer.is_over and torch.is_grad_enabled():
-                observer.training_loader = loader
-            return iterator
-
-        return get_iterator
-
     def patch_class(cls: Any) -> None:
         """Patch a loader with iterators of its own, such as torchdata's StatefulDataLoader."""
         if "_get_iterator" in vars(cls):
-            put(cls, "_get_iterator", run_here(vars(cls)["_get_iterator"]))
+            put(cls, "_get_iterator", _load_here(vars(cls)["_get_iterator"], observer))
+        if "__iter__" in vars(cls) and cls is not DataLoader:
+            put(cls, "__iter__", _end_generators(vars(cls)["__iter__"]))
         for subclass in cls.__subclasses__():
             patch_class(subclass)
 
@@ -273,7 +252,59 @@ def _patch_iterators(observer: Observer) -> None:
 
     patch_class(DataLoader)
     put(DataLoader, "__init_subclass__", patch_later)
-    put(DataLoader, "_get_iterator", run_here(_SingleProcessDataLoaderIter))
+    put(DataLoader, "_get_iterator", _load_here(_SingleProcessDataLoaderIter, observer))
+
+
+def _load_here(make_iterator: Callable[[Any], Any], observer: Observer) -> Callable[[Any], Any]:
+    """Return a function that makes the iterator of a loader without worker processes."""
+
+    @functools.wraps(make_iterator)
+    def get_iterator(loader: Any) -> Any:
+        workers, dataset = loader.num_workers, loader.dataset
+        if loader.batch_size is not None:
+            observer.learn("loader", f"batch_size={loader.batch_size}, num_workers={workers}")
+        own = copy_for_worker(loader)
+        with act_as_worker(loader, own):
+            if workers and loader.worker_init_fn is not None:
+                loader.worker_init_fn(0)
+            loader.__dict__.update(num_workers=0, dataset=own)
+            try:
+                iterator: Any = make_iterator(loader)
+            finally:
+                loader.__dict__.update(num_workers=workers, dataset=dataset)
+        iterator._trimtab_loader, iterator._trimtab_dataset = loader, own
+        if observer.training_loader is None and not observer.is_over and torch.is_grad_enabled():
+            observer.training_loader = loader
+        return iterator
+
+    return get_iterator
+
+
+class LoaderEnd(StopIteration):
+    """Ends a loader before its data ends."""
+
+
+def was_loader_ended(error: BaseException) -> bool:
+    """Return whether an error is due to the end of a loader; a generator turns that into RuntimeError."""
+    return isinstance(error, StopIteration) or isinstance(error.__cause__, LoaderEnd)
+
+
+def _end_generators(make_iterator: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let a loader whose own generator reads a loader end without an error when that one is ended."""
+
+    def end_with_loader(batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from batches
+        except RuntimeError as error:
+            if not was_loader_ended(error):
+                raise
+
+    @functools.wraps(make_iterator)
+    def iterate(loader: Any) -> Any:
+        batches = make_iterator(loader)
+        return end_with_loader(batches) if inspect.isgenerator(batches) else batches
+
+    return iterate
 
 
 def _patch_batches(observer: Observer) -> None:
@@ -290,10 +321,10 @@ def _patch_batches(observer: Observer) -> None:
         trains = getattr(loader, TRAINS, False) and torch.is_grad_enabled()
         if observer.is_over and (trains or count >= LAST_BATCHES):
             observer.note_ended_loader(is_empty=not count)
-            raise StopIteration
+            raise LoaderEnd
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
-            raise StopIteration
+            raise LoaderEnd
         iterator._trimtab_count = count + 1
         observer.last_loader = loader
         begin = time.perf_counter()

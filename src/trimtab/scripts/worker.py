@@ -239,8 +239,9 @@ def _print_own_traceback(error: BaseException) -> None:
 def _note_late_failure(observer: Observer, error: BaseException) -> None:
     """Note that a script failed after its third step, unless it was because its loaders have ended."""
     from trimtab.jobs.load import describe_location
+    from trimtab.scripts.torch_patches import was_loader_ended
 
-    if not isinstance(error, StopIteration):
+    if not was_loader_ended(error):
         note = f"after its third step the script failed: {_shorten(error)}{describe_location(error)}"
         observer.notes[note] = None
 

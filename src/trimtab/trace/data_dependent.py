@@ -89,6 +89,12 @@ MAX_REAL_INTEGERS = 2**22
 MAX_REAL_FLOATS = 2**18
 DRAWING_OPS = {"aten::randint", "aten::randperm", "aten::rand"}
 """Operations in FACTORY_OPS that draw random numbers."""
+NMS = "torchvision::nms"
+COMPARE_OPS = {
+    "aten::equal": (False, "tensors that torch.equal compares are taken to differ"),
+    "aten::allclose": (True, "tensors that torch.allclose compares are taken to be close"),
+}
+"""Operations that compare whole tensors: the assumed result, and how it is named to the user."""
 NEARLY_ONE = 1 - 2**-7
 """A random number above every usual probability to skip a layer, and below 1 in all dtypes."""
 
@@ -202,7 +208,8 @@ class ValueTracker:
                 reach = args[0].shape[dim] if args[0].dim() else 1
                 _set_range(out[1], reach)
                 if not _has_values(args[0]):
-                    _set_spread_indices(out[1], reach, dim, chooses=name != "aten::sort")
+                    keeps_dim = out[1].dim() == args[0].dim()
+                    _set_spread_indices(out[1], reach, dim if keeps_dim else -1, chooses=name != "aten::sort")
             return
         if (
             name.endswith("_")
@@ -296,8 +303,8 @@ class ValueTracker:
                 return self._answer_item(args[0])
             if name == "aten::is_nonzero":
                 return bool(self._answer_item(args[0]))
-            if name == "aten::equal":
-                return False
+            if name in COMPARE_OPS:
+                return self._answer_comparison(func, name, args, kwargs)
             raise
         except DynamicOutputShapeException:
             result = self._make_dynamic_result(func, name, args, kwargs)
@@ -342,6 +349,17 @@ class ValueTracker:
         self.assume("a number read from the device with .item() is taken to be 1")
         return 1.0 if tensor.dtype.is_floating_point else 1
 
+    def _answer_comparison(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return the known or assumed result of a comparison of two whole tensors."""
+        if args[0] is args[1]:
+            return True
+        if all(hasattr(tensor, REAL_ATTRIBUTE) for tensor in args[:2]):
+            with _disable_current_modes():
+                return bool(func(*map(_to_real, args), **kwargs))
+        answer, note = COMPARE_OPS[name]
+        self.assume(note)
+        return answer
+
     def count_set(self, mask: torch.Tensor) -> int:
         """Return the known or assumed number of set entries of a mask."""
         if hasattr(mask, "_trimtab_real"):
@@ -384,6 +402,13 @@ class ValueTracker:
         if name == "aten::bincount":
             reach = getattr(args[0], "_trimtab_range", None) or (args[2] if len(args) > 2 else 1)  # noqa: PLR2004
             return torch.empty((max(1, reach),), dtype=torch.int64, device=args[0].device)
+        if name == NMS:
+            self.assume("half of the boxes are taken to be left by non-maximum suppression")
+            self.has_ragged = True
+            kept = args[0].new_empty((max(1, len(args[0]) // 2),), dtype=torch.int64)
+            setattr(kept, RAGGED_ATTRIBUTE, len(kept))
+            _set_range(kept, len(args[0]))
+            return kept
         if name == "aten::repeat_interleave":
             self.assume("repeat_interleave with counts from the device is taken to double its input")
             return args[0].new_empty((2 * args[0].numel(),))

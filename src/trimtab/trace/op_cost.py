@@ -71,6 +71,8 @@ WAIT_OPS = {
     "aten::is_nonzero",
     "aten::nonzero",
     "aten::equal",
+    "aten::allclose",
+    "torchvision::nms",
 }
 REDUCTION_WORDS = [
     "softmax",
