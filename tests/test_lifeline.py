@@ -54,7 +54,7 @@ from trimtab.trace.request import TraceRequests
 Path("pid.parent").write_text(str(os.getpid()))
 with WorkerProcess(module="silent_worker") as worker:
     worker.ask_all(
-        TraceRequests(job="job", settings=(), device=cluster("H100").devices[0]), timeout_s=600
+        TraceRequests(job="slm", settings=(), device=cluster("H100").devices[0]), timeout_s=600
     )
 """
 TERMINAL = """

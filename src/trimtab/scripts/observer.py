@@ -44,8 +44,8 @@ AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
 WAIT_STEPS, WAIT_S = 12, 30.0
 """Further steps, and the time for them, that may pass until every optimizer has stepped."""
-EMPTY_LOADERS = 8
-"""Times that a script may begin to load data after its third step, for further epochs without batches."""
+LAST_EPOCHS = 8
+"""Times that a script may begin to load its training data again after its third step, for one batch each."""
 LOW_BIT_PACKAGES = ("bitsandbytes", "torchao")
 """Packages whose optimizers store states in few bits; some have the names of torch's classes."""
 TRAINS = "_trimtab_trains"
@@ -183,6 +183,8 @@ class Observer:
     loader_batches: int = 0
     last_loader: Any = None
     """The loader that gave the last batch."""
+    _batch_begin: int = 0
+    """Where the events after that batch begin."""
     notes: dict[str, None] = field(default_factory=dict)
     _first: int = 0
     """Id of the optimizer that stepped first."""
@@ -198,7 +200,7 @@ class Observer:
     _forward_begin: int = 0
     _forward_end: int = 0
     _over_at: float = 0.0
-    _empty_loaders: int = 0
+    _last_epochs: int = 0
     _extra_steps: int = 0
     _trained: list[Any] = field(default_factory=list)
     """Parameters that had a gradient in the third step; empty before."""
@@ -392,7 +394,23 @@ class Observer:
         if not training and current.name != EVALUATION:
             self.open_window(EVALUATION)
         elif training and current.name in (EVALUATION, SAVE):
-            self.open_window(FIRST if not self.steps else STEADY)
+            self.open_window(self._name_step())
+
+    def _name_step(self) -> str:
+        return FIRST if not self.steps else STEADY
+
+    def note_batch(self, loader: Any) -> None:
+        """Note that a loader is about to give a batch."""
+        self.last_loader = loader
+        self._batch_begin = len(self.recorder.order)
+
+    def _claim_calls_for_step(self) -> None:
+        """Count calls without a graph on the batch that is trained on, such as an encoder's, to the step."""
+        if self.last_loader is None or self.is_over:
+            return
+        for window in self.windows:
+            if window.name == EVALUATION and window.begin >= self._batch_begin:
+                window.name = self._name_step()
 
     def open_window(self, name: str) -> None:
         """End the current phase and begin another."""
@@ -439,6 +457,7 @@ class Observer:
         self._backward_depth -= 1
         if self._backward_depth or "step0" not in self.recorder.marks:
             return
+        self._claim_calls_for_step()
         updated, self._updated = self._updated, None
         if self._is_inner and updated is None:
             self._is_inner = False
@@ -630,10 +649,11 @@ class Observer:
         if self.is_over and time.monotonic() - self._over_at > AFTER_S:
             self.finish()
 
-    def note_ended_loader(self, *, is_empty: bool) -> None:
-        """End the script if it begins to load again and again after its third step."""
-        self._empty_loaders += is_empty
-        if self._empty_loaders > EMPTY_LOADERS:
+    def note_last_epoch(self) -> None:
+        """End the script if it begins epoch after epoch after its third step."""
+        self._last_epochs += 1
+        self._extra_steps = 0
+        if self._last_epochs > LAST_EPOCHS:
             self.finish()
 
     def label_weights(self) -> None:

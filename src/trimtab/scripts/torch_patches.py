@@ -319,14 +319,16 @@ def _patch_batches(observer: Observer) -> None:
         loader = iterator.__dict__.get("_trimtab_loader", iterator)
         # A loader for training ends; others may be for evaluations, of which there can be one in each epoch.
         trains = getattr(loader, TRAINS, False) and torch.is_grad_enabled()
-        if observer.is_over and (trains or count >= LAST_BATCHES):
-            observer.note_ended_loader(is_empty=not count)
+        if observer.is_over and trains and not count:
+            # One batch, as scripts divide by the number of batches.
+            observer.note_last_epoch()
+        if observer.is_over and count >= (1 if trains else LAST_BATCHES):
             raise LoaderEnd
         if not torch.is_grad_enabled() and count >= LAST_BATCHES:
             observer.notes["evaluation was followed for its first batches only"] = None
             raise LoaderEnd
         iterator._trimtab_count = count + 1
-        observer.last_loader = loader
+        observer.note_batch(loader)
         begin = time.perf_counter()
         workers: Any = contextlib.nullcontext()
         if loader is not iterator:
