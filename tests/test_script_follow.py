@@ -490,3 +490,40 @@ def test_a_check_of_low_precision_holds_and_a_generator_ends_with_its_loader(
         found.estimate.assumptions
     )
     assert "failed" not in notes
+
+
+EPOCHS = """
+import torch
+from torch.utils.data import DataLoader
+
+encoder, model = torch.nn.Linear(64, 4096).cuda(), torch.nn.Linear(4096, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+loader = DataLoader(torch.randn(32, 64), batch_size=16)
+for epoch in range(6):
+    total = batches = 0
+    for batch in loader:
+        with torch.no_grad():
+            x = encoder(batch.cuda())
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total, batches = total + loss.item(), batches + 1
+    print(total / batches)
+"""
+CHECK = """
+model.eval()
+with torch.no_grad():
+    for batch in DataLoader(torch.randn(64, 64), batch_size=64):
+        model(encoder(batch.cuda()))
+"""
+
+
+@pytest.mark.parametrize(("check", "last"), [("", []), (CHECK, ["evaluation"])])
+def test_epochs_have_batches_and_an_encoder_belongs_to_the_step(
+    check: str, last: list[str], follow: Callable[..., ScriptEstimate]
+) -> None:
+    found = follow("train.py", script=EPOCHS + check)
+    assert [phase.name for phase in found.phases] == ["first step", "steady step", *last]
+    assert not [note for note in found.script.notes if "failed" in note]
+    assert facts_of(found)["micro_batch"] == "16"
