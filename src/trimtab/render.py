@@ -19,7 +19,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.units import format_bandwidth, format_bytes, format_duration, format_flops, format_gib, plural
+from trimtab.units import (
+    format_bandwidth,
+    format_bytes,
+    format_duration,
+    format_figure,
+    format_flops,
+    format_gib,
+    plural,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -661,7 +669,9 @@ def _describe_twice(result: LargestValue) -> Iterator[str]:
         yield f"{result.of} {following.value:,} is not possible: {following.why_not}"
     else:
         estimate = following.change.estimate
-        speed = "" if estimate.samples_per_s is None else f", {estimate.samples_per_s:,.3g} samples/s"
+        speed = (
+            "" if estimate.samples_per_s is None else f", {format_figure(estimate.samples_per_s)} samples/s"
+        )
         tightly = " tightly" if _is_tight(estimate) else ""
         yield (
             f"{result.of} {following.value:,} fits{tightly} with {following.change.what}: "
@@ -1470,7 +1480,7 @@ def _format_setting_briefly(setting: Setting) -> str:
 
 
 def _format_figure(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
+    return None if value is None else format_figure(value)
 
 
 def _format_hours(estimate: Estimate | None) -> str | None:

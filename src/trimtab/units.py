@@ -163,6 +163,15 @@ def format_flops(per_second: float) -> str:
     return f"{tera:.0f} TFLOP/s" if tera >= 100 else f"{tera:.1f} TFLOP/s"  # noqa: PLR2004
 
 
+def format_figure(value: float) -> str:
+    """Return a speed or another figure with three digits, and thousands separators.
+
+    >>> format_figure(572_345.0), format_figure(31.27), format_figure(0.0532), format_figure(999.6)
+    ('572,345', '31.3', '0.0532', '1,000')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - no decimals from there on
+
+
 def format_bandwidth(bytes_per_second: float) -> str:
     """Return a bandwidth in GB/s or TB/s, in decimal units as vendors state it.
 

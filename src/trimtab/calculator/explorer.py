@@ -25,7 +25,7 @@ from trimtab.probe.detect import as_cluster
 from trimtab.render import describe_gradients, describe_setting
 from trimtab.spec import Verdict
 from trimtab.trace.number_options import read_number_options
-from trimtab.units import format_bytes, format_duration
+from trimtab.units import format_bytes, format_duration, format_figure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -380,7 +380,7 @@ def list_figures(estimate: Estimate, question: Question) -> list[dict[str, str]]
         else "samples unknown"
         if hours is None
         else format_duration(3600 * hours),
-        "GPU-hours": "unknown" if estimate.gpu_hours is None else f"{estimate.gpu_hours:,.3g}",
+        "GPU-hours": "unknown" if estimate.gpu_hours is None else format_figure(estimate.gpu_hours),
         "cost": "set a price"
         if price is None
         else "unknown"

@@ -14,7 +14,7 @@ from trimtab.cli.console import Json, print_json, print_text
 from trimtab.errors import WrongUse
 from trimtab.render import escape_control, render_labelled
 from trimtab.spec import CancelOutput, JobsOutput
-from trimtab.units import format_duration, plural
+from trimtab.units import format_duration, format_figure, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,8 +199,7 @@ def _progress(run: JobProgress) -> str:
     if run.loss is not None:
         parts.append(f"loss {run.loss:.4f}")
     if run.samples_per_s is not None:
-        rate = run.samples_per_s
-        number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"  # noqa: PLR2004
+        number = format_figure(run.samples_per_s)
         parts.append(f"{number} samples/s{beside(last_steps(run.recent))}")
     if run.left_s:
         parts.append(f"{format_duration(run.left_s)} left")

@@ -18,7 +18,7 @@ from trimtab.cli.console import console
 from trimtab.cli.jobs import beside, last_steps
 from trimtab.errors import WrongUse
 from trimtab.render import Columns, escape_control
-from trimtab.units import format_bytes, format_duration, format_gib
+from trimtab.units import format_bytes, format_duration, format_figure, format_gib
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,8 +152,8 @@ def figures(run: WatchedRun) -> list[str]:
     if run.loss is not None:
         words.append(f"loss {run.loss:.4g}")
     if run.samples_per_s is not None:
-        plan = f"plan {run.planned_samples_per_s:.3g}" if run.planned_samples_per_s else ""
-        words.append(f"{run.samples_per_s:.3g} samples/s{beside(last_steps(run.recent), plan)}")
+        plan = f"plan {format_figure(run.planned_samples_per_s)}" if run.planned_samples_per_s else ""
+        words.append(f"{format_figure(run.samples_per_s)} samples/s{beside(last_steps(run.recent), plan)}")
     if run.mfu is not None:
         words.append(f"MFU {run.mfu:.1%}" + (f" ({run.mfu_rating})" if run.mfu_rating else ""))
     if run.reserved_bytes is not None:

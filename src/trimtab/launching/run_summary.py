@@ -17,7 +17,7 @@ from trimtab.errors import WrongUse
 from trimtab.files import write_atomic
 from trimtab.spec import PredictionCheck, Summary
 from trimtab.training.run_folder import SUMMARY_FILE, RunFolder
-from trimtab.units import format_bytes, format_duration
+from trimtab.units import format_bytes, format_duration, format_figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -180,7 +180,7 @@ def _format_memory(summary: Summary) -> str:
 
 
 def _format_number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
+    return "-" if value is None else format_figure(value)
 
 
 def _format_check(check: PredictionCheck) -> str:

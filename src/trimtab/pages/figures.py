@@ -27,7 +27,7 @@ from trimtab.pages.charts import (
 from trimtab.pages.svg import Tick, format_number, pick_byte_unit, pick_time_unit, round_ticks, round_up
 from trimtab.render import describe_gradients, describe_setting
 from trimtab.spec import PARTS, Comparison, Estimate, EstimatedSetting, Plan, Verdict
-from trimtab.units import format_bytes, format_duration, plural
+from trimtab.units import format_bytes, format_duration, format_figure, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -425,7 +425,7 @@ def _scaling_row(row: Comparison) -> Row:
         format_bytes(estimate.process_bytes),
         "-" if estimate.samples_per_s is None else format_number(estimate.samples_per_s),
         "-" if estimate.hours is None else format_duration(3600 * estimate.hours),
-        "-" if estimate.gpu_hours is None else f"{estimate.gpu_hours:.3g}",
+        "-" if estimate.gpu_hours is None else format_figure(estimate.gpu_hours),
         late,
         _format_efficiency(row) or "-",
     )
@@ -454,7 +454,7 @@ def pick_evenly(count: int, most: int = MOST_ROWS) -> list[int]:
 
 def format_seconds(value: float) -> str:
     """Format a short time with three significant digits."""
-    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+    return f"{format_figure(value * 1000)} ms" if value < 1 else f"{format_figure(value)} s"
 
 
 MOST_BUCKETS = 400

@@ -14,7 +14,7 @@ from trimtab.pages import figures
 from trimtab.pages.svg import NARROW, WIDE, Markup, format_number, join_markup, pick_byte_unit, tag
 from trimtab.planner.plan_files import describe_places
 from trimtab.render import describe_setting
-from trimtab.units import format_duration
+from trimtab.units import format_duration, format_figure
 from trimtab.version import VERSION
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _plan_tiles(plan: Plan) -> list[tuple[str, str]]:
             else f"{estimate.mfu:.1%}{f', {estimate.mfu_rating}' if estimate.mfu_rating else ''}",
         ),
         ("whole run", None if estimate.hours is None else format_duration(3600 * estimate.hours)),
-        ("GPU-hours", None if estimate.gpu_hours is None else f"{estimate.gpu_hours:.3g}"),
+        ("GPU-hours", None if estimate.gpu_hours is None else format_figure(estimate.gpu_hours)),
         ("cost", None if plan.cost is None else f"{plan.cost:,.2f}"),
     ]
     return [(name, value) for name, value in tiles if value is not None]

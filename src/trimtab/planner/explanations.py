@@ -12,7 +12,7 @@ from trimtab.planner.search import RECOMPUTES, TIE, compute_run_s
 from trimtab.planner.space import TRACED_RECOMPUTES, USUAL_WORKERS, make_sentence
 from trimtab.spec import Allocator, Candidate, EstimatedSetting, Objective, Reason, Recompute, Rejection
 from trimtab.strategies import strategy_of
-from trimtab.units import format_bytes, format_duration, format_flops, plural
+from trimtab.units import format_bytes, format_duration, format_figure, format_flops, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -49,7 +49,7 @@ def compute_cost(estimate: Estimate | None, policy: Policy) -> float | None:
 
 def format_step(step_s: float) -> str:
     """Return the time of a step with three significant digits."""
-    return f"{step_s:.3g} s" if step_s >= 1 else f"{step_s * 1000:.3g} ms"
+    return f"{format_figure(step_s)} s" if step_s >= 1 else f"{format_figure(step_s * 1000)} ms"
 
 
 def list_reasons(
@@ -507,15 +507,15 @@ def _write_answer(
     count, total = setting.gpus, len(cluster.devices)
     gpus = plural(count, "GPU")
     estimate = add_run_totals(best.estimate, setting, workload)
-    if estimate.step_s is None:
+    if estimate.samples_per_s is None:
         fit = format_bytes(estimate.process_bytes)
         answer = f"Use {gpus}: it fits in {fit}. The time is unknown because this device has no speed data."
         return f"{answer}{_warn_short_epoch(workload)}"
-    if estimate.hours is None:
-        rate = f"{estimate.samples_per_s:.3g} samples/s"
+    if estimate.hours is None or estimate.gpu_hours is None:
+        rate = f"{format_figure(estimate.samples_per_s)} samples/s"
         return f"Use {gpus} of {total}: {rate}. The job does not say how many samples there are."
     took = format_duration(estimate.hours * 3600)
-    spent = f"{estimate.gpu_hours:.3g} GPU-hours"
+    spent = f"{format_figure(estimate.gpu_hours)} GPU-hours"
     price = compute_cost(estimate, policy)
     spent += f", cost {price:,.2f}" if price is not None else ""
     free = f", {total - count} of {total} left free" if total > count else ""

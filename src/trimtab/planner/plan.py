@@ -45,7 +45,7 @@ from trimtab.trace.loss_check import LossCheck
 from trimtab.trace.request import TraceRequest, TraceRequests
 from trimtab.trace.server import WorkerProcess
 from trimtab.trace.tracer import family_key, trace_key
-from trimtab.units import plural
+from trimtab.units import format_figure, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -452,9 +452,9 @@ def _describe_best(seen: Evaluation) -> str:
     A bound of 770 samples/s above a speed of 700 says that the search can still gain 10 %.
     """
     setting, step_s = seen.setting, seen.estimate.step_s
-    speed = "" if not step_s else f", {setting.global_batch / step_s:.3g} samples/s"
+    speed = "" if not step_s else f", {format_figure(setting.global_batch / step_s)} samples/s"
     if step_s and seen.least_s and seen.least_s < step_s:
-        speed += f" (none above {setting.global_batch / seen.least_s:.3g})"
+        speed += f" (none above {format_figure(setting.global_batch / seen.least_s)})"
     return f"{summarize_setting(setting)} on {plural(setting.gpus, 'GPU')}{speed}"
 
 
@@ -462,9 +462,10 @@ def describe_layout(ranked: RankedLayout) -> str:
     """Return a layout with its speed by formulas in words."""
     setting = make_setting(ranked.layout)
     degrees = "".join(f", {axis} {degree}" for axis in AXES if (degree := getattr(ranked.layout, axis)) > 1)
+    speed = format_figure(setting.global_batch / ranked.time.total_s)
     return (
-        f"{summarize_setting(setting)}{degrees} on {plural(setting.gpus, 'GPU')}, about "
-        f"{setting.global_batch / ranked.time.total_s:.3g} samples/s by formulas (error {ERROR:.0%})"
+        f"{summarize_setting(setting)}{degrees} on {plural(setting.gpus, 'GPU')}, about {speed} samples/s "
+        f"by formulas (error {ERROR:.0%})"
     )
 
 

@@ -12,7 +12,7 @@ from trimtab.planner.search import RECOMPUTES, Evaluation, memory_limit, search_
 from trimtab.planner.space import build_space, format_pins
 from trimtab.planner.ways import join_pins, list_variants
 from trimtab.spec import Node, Objective, SuggestedChange
-from trimtab.units import format_bytes, format_value, plural
+from trimtab.units import format_bytes, format_figure, format_value, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,9 +129,9 @@ def _describe_changes(changes: tuple[SuggestedChange, ...]) -> str:
 
 def _describe_change(change: SuggestedChange) -> str:
     setting, estimate = change.setting, change.estimate
-    speed = (
-        "" if estimate.step_s is None else f", {setting.global_batch / estimate.step_s:.3g} samples/s or more"
-    )
+    speed = ""
+    if estimate.step_s is not None:
+        speed = f", {format_figure(setting.global_batch / estimate.step_s)} samples/s or more"
     return (
         f"{setting.strategy}, micro-batch {setting.micro_batch}, recompute {setting.recompute}: "
         f"{format_bytes(estimate.process_bytes)}{speed}"

@@ -25,7 +25,7 @@ from trimtab.spec import (
 )
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT16
 from trimtab.strategies import strategy_of
-from trimtab.units import MIB, format_bytes
+from trimtab.units import MIB, format_bytes, format_figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -406,10 +406,11 @@ def _describe_host_speed(
     fast, slow, assumed = (
         f"{layers * host.bare_forward_s * 1e6:.0f}" for layers in (host.fastest, host.slowest, host.usual)
     )
+    least, most = format_figure(least_s * 1e3), format_figure(most_s * 1e3)
     note = (
-        f"time: the device waits for the host, which was not measured: a step takes {least_s * 1e3:.3g} to "
-        f"{most_s * 1e3:.3g} ms on hosts that need {fast} to {slow} us for a bare operation; {assumed} us "
-        "are assumed. `trimtab calibrate` on that machine measures it"
+        f"time: the device waits for the host, which was not measured: a step takes {least} to {most} ms "
+        f"on hosts that need {fast} to {slow} us for a bare operation; {assumed} us are assumed. "
+        "`trimtab calibrate` on that machine measures it"
     )
     return [note]
 

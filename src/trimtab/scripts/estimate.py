@@ -358,7 +358,10 @@ def _list_facts(
 
 def _where_samples(setting: Setting, result: ScriptResult) -> str:
     """Return where the micro-batch was seen."""
-    rows = _most_common(result.micro_batches) or 1
+    rows = _most_common(result.micro_batches)
+    if rows is None:
+        loaded = "the data loader's samples in a batch" if result.fetched else "taken to be 1"
+        return f"{loaded}; the model's inputs are no tensors"
     if rows == setting.micro_batch:
         return "the first side of the model's input in training"
     longest = max((length for length, _ in result.lengths), default=0)

@@ -42,6 +42,8 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
+REPEATED_S = 10.0
+"""How long it may begin further epochs if it evaluates in each."""
 WAIT_STEPS, WAIT_S = 12, 30.0
 """Further steps, and the time for them, that may pass until every optimizer has stepped."""
 LAST_EPOCHS = 8
@@ -200,6 +202,8 @@ class Observer:
     _forward_begin: int = 0
     _forward_end: int = 0
     _over_at: float = 0.0
+    _windows_of_steps: int = 0
+    """Phases until the third step was done."""
     _last_epochs: int = 0
     _extra_steps: int = 0
     _trained: list[Any] = field(default_factory=list)
@@ -420,6 +424,8 @@ class Observer:
         self.windows.append(PhaseWindow(name, at))
 
     def _note_training_call(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._described = module
+        self.note_precision()
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shaped = [tensor for tensor in tensors if tensor.dim() > 0]
         if not shaped:
@@ -436,8 +442,6 @@ class Observer:
         if tokens:
             length = tokens[0].shape[-1]
             self.lengths[length] = self.lengths.get(length, 0) + 1
-        self._described = module
-        self.note_precision()
 
     def uses_gpu(self) -> bool:
         """Return whether the training steps did anything on the GPU."""
@@ -564,6 +568,7 @@ class Observer:
         if self.steps == STEPS:
             self.is_over = True
             self._over_at = time.monotonic()
+            self._windows_of_steps = len(self.windows)
             recorder.records_work = False
             self._trained = self._list_trained()
             self.open_window("")
@@ -653,7 +658,9 @@ class Observer:
         """End the script if it begins epoch after epoch after its third step."""
         self._last_epochs += 1
         self._extra_steps = 0
-        if self._last_epochs > LAST_EPOCHS:
+        evaluations = sum(window.name == EVALUATION for window in self.windows[self._windows_of_steps :])
+        repeats = evaluations > 1 and time.monotonic() - self._over_at > REPEATED_S
+        if self._last_epochs > LAST_EPOCHS or repeats:
             self.finish()
 
     def label_weights(self) -> None:
@@ -744,13 +751,18 @@ def wants_input_gradients(args: Any, kwargs: Any) -> bool:
     )
 
 
+def find_tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among values, and those that objects among them hold."""
+    leaves = []
+    for leaf in tree_leaves(values):
+        is_object = not isinstance(leaf, torch.Tensor | torch.nn.Module | type) and hasattr(leaf, "__dict__")
+        leaves += tree_leaves(list(vars(leaf).values())) if is_object else [leaf]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def may_need_gradients(out: Any) -> bool:
     """Return whether a result has a graph of gradients, as far as its tensors show; True if it shows none."""
-    leaves = tree_leaves(out)
-    for leaf in list(leaves):
-        if not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__"):
-            leaves += tree_leaves(list(vars(leaf).values()))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = find_tensors(out)
     return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 

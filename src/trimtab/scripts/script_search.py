@@ -16,7 +16,7 @@ from trimtab.planner.space import can_run, default_precision
 from trimtab.scripts.knob_values import list_precisions, write_setting, write_values
 from trimtab.scripts.knobs import VALUES
 from trimtab.spec import Precision, Recompute
-from trimtab.units import format_bytes
+from trimtab.units import format_bytes, format_figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -382,7 +382,7 @@ class ScriptSearch:
 
 def describe_attempt(attempt: ScriptAttempt) -> str:
     """Return an attempt in a few words."""
-    speed = "" if not attempt.sample_s else f", {1 / attempt.sample_s:.3g} samples/s"
+    speed = "" if not attempt.sample_s else f", {format_figure(1 / attempt.sample_s)} samples/s"
     changes = ", ".join(attempt.changes) or "the command as it is"
     return f"{changes}: {format_bytes(attempt.need_bytes)}{speed}"
 

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trimtab.spec.base import Noun, check_minimum
-from trimtab.units import format_bytes
+from trimtab.units import format_bytes, format_figure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,9 +98,9 @@ class StepLine(Noun, frozen=True, kw_only=True):
         if self.losses:
             loss = ", ".join(f"{name} {value:.4f}" for name, value in self.losses.items())
         parts = [f"iter {self.step}: loss {loss}", f"time {self.time_s * 1000:.2f}ms", f"mfu {mfu}%"]
-        parts.append(f"{_format_speed(self.samples_per_s)} samples/s")
+        parts.append(f"{format_figure(self.samples_per_s)} samples/s")
         if self.tokens_per_s is not None:
-            parts.append(f"{_format_speed(self.tokens_per_s)} tokens/s")
+            parts.append(f"{format_figure(self.tokens_per_s)} tokens/s")
         if self.allocated_bytes is not None:
             parts.append(f"allocated {format_bytes(self.allocated_bytes)}")
         if self.reserved_bytes is not None:
@@ -124,17 +124,6 @@ class StepLine(Noun, frozen=True, kw_only=True):
         while len(text) > width and ", " in text:
             text = text.rpartition(", ")[0]
         return text
-
-
-def _format_speed(value: float) -> str:
-    """Format a speed with three digits, and thousands separators.
-
-    >>> _format_speed(572_345.0), _format_speed(31.27), _format_speed(0.0532)
-    ('572,345', '31.3', '0.0532')
-    """
-    if value >= 100:  # noqa: PLR2004 - no decimals from three digits on
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def compute_mfu(

@@ -11,7 +11,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from trimtab.spec import Advice
-from trimtab.units import format_bytes, format_duration
+from trimtab.units import format_bytes, format_duration, format_figure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -238,7 +238,7 @@ def _advise_slow(run: WatchedRun) -> list[Advice]:
         Advice(
             kind="slow",
             where="",
-            what=f"{run.samples_per_s:.3g} samples/s are {share:.0%} of the plan's",
+            what=f"{format_figure(run.samples_per_s)} samples/s are {share:.0%} of the plan's",
             cure="nothing measured here says why; `trimtab profile` sets a few steps against the prediction",
         )
     ]
