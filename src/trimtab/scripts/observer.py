@@ -42,12 +42,10 @@ EXTRA_STEPS = 2
 """Steps that a script may take after the third, with batches that it had loaded ahead, before it is ended."""
 AFTER_S = 45.0
 """How long a script may go on after its third step: for its evaluation and its checkpoint."""
-REPEATED_S = 10.0
-"""How long it may begin further epochs if it evaluates in each."""
 WAIT_STEPS, WAIT_S = 12, 30.0
 """Further steps, and the time for them, that may pass until every optimizer has stepped."""
-LAST_EPOCHS = 8
-"""Times that a script may begin to load its training data again after its third step, for one batch each."""
+LAST_EPOCHS, LAST_EPOCHS_S = 8, 10.0
+"""Further epochs of one batch that a script may begin after its third step, and the time for that."""
 LOW_BIT_PACKAGES = ("bitsandbytes", "torchao")
 """Packages whose optimizers store states in few bits; some have the names of torch's classes."""
 TRAINS = "_trimtab_trains"
@@ -202,8 +200,6 @@ class Observer:
     _forward_begin: int = 0
     _forward_end: int = 0
     _over_at: float = 0.0
-    _windows_of_steps: int = 0
-    """Phases until the third step was done."""
     _last_epochs: int = 0
     _extra_steps: int = 0
     _trained: list[Any] = field(default_factory=list)
@@ -568,7 +564,6 @@ class Observer:
         if self.steps == STEPS:
             self.is_over = True
             self._over_at = time.monotonic()
-            self._windows_of_steps = len(self.windows)
             recorder.records_work = False
             self._trained = self._list_trained()
             self.open_window("")
@@ -658,9 +653,7 @@ class Observer:
         """End the script if it begins epoch after epoch after its third step."""
         self._last_epochs += 1
         self._extra_steps = 0
-        evaluations = sum(window.name == EVALUATION for window in self.windows[self._windows_of_steps :])
-        repeats = evaluations > 1 and time.monotonic() - self._over_at > REPEATED_S
-        if self._last_epochs > LAST_EPOCHS or repeats:
+        if self._last_epochs > LAST_EPOCHS or time.monotonic() - self._over_at > LAST_EPOCHS_S:
             self.finish()
 
     def label_weights(self) -> None:
