@@ -158,6 +158,55 @@ def test_a_script_that_fails_is_blamed_with_its_line(
     assert type(raised.value) is kind
 
 
+NO_BATCH = (
+    MODEL
+    + """
+model = Net().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+tokens = torch.utils.data.TensorDataset(torch.zeros(3, 8, dtype=torch.long))
+loader = torch.utils.data.DataLoader(tokens, batch_size=4, drop_last=True)
+
+def cycle(batches):
+    while True:
+        yield from batches
+
+batches = cycle(loader) if "--endless" in sys.argv else loader
+for (x,) in batches:
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+)
+
+
+@pytest.mark.parametrize(("words", "times"), [(("--endless",), " 1,000 times"), ((), "")])
+def test_a_loader_without_a_batch_is_named_and_ends_the_script(
+    words: tuple[str, ...], times: str, follow: Callable[..., ScriptEstimate]
+) -> None:
+    loader = r"3 samples, batch_size=4, drop_last=True \(read at train.py:\d+\)"
+    with pytest.raises(CannotFollow, match=f"a data loader gave no batch{times}: {loader}") as raised:
+        follow("train.py", *words, script=f"import sys\n{NO_BATCH}")
+    assert "a smaller batch" in raised.value.cure
+
+
+NO_STEP = (
+    MODEL
+    + """
+from trimtab.scripts import observer
+observer.REPORT_S = 0.0
+model = Net().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    model(torch.zeros(2, 8, dtype=torch.long).cuda()).sum().backward()
+"""
+)
+
+
+def test_backward_passes_without_a_step_are_shown(follow: Callable[..., ScriptEstimate]) -> None:
+    with pytest.raises(CannotFollow, match="without an optimizer step") as raised:
+        follow("train.py", script=NO_STEP)
+    assert "trimtab: 5 backward passes without an optimizer step" in raised.value.__notes__[0]
+
+
 def test_an_optimizer_and_tied_weights_survive_the_move_to_the_gpu(
     follow: Callable[..., ScriptEstimate],
 ) -> None:

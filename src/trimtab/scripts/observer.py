@@ -46,6 +46,10 @@ WAIT_STEPS, WAIT_S = 12, 30.0
 """Further steps, and the time for them, that may pass until every optimizer has stepped."""
 LAST_EPOCHS, LAST_EPOCHS_S = 8, 10.0
 """Further epochs of one batch that a script may begin after its third step, and the time for that."""
+EMPTY_PASSES = 1_000
+"""Passes over a loader without a batch, before the first step, after which the script is ended."""
+REPORT_S = 20.0
+"""How often to show that backward passes go on without an optimizer step."""
 LOW_BIT_PACKAGES = ("bitsandbytes", "torchao")
 """Packages whose optimizers store states in few bits; some have the names of torch's classes."""
 TRAINS = "_trimtab_trains"
@@ -181,6 +185,8 @@ class Observer:
     """The first loader that gave batches for training."""
     loader_s: float = 0.0
     loader_batches: int = 0
+    empty_passes: dict[str, int] = field(default_factory=dict)
+    """How often a loader gave no batch at all, by what it loads and where."""
     last_loader: Any = None
     """The loader that gave the last batch."""
     _batch_begin: int = 0
@@ -226,6 +232,8 @@ class Observer:
     _step_counts: dict[int, int] = field(default_factory=dict)
     _waited: int = 0
     _waits_until: float = 0.0
+    _reported_at: float = 0.0
+    """When the backward passes without an optimizer step were last shown."""
     decoding: Any = None
     """Shortens the generation of texts: the Decoding of generation_patches."""
     has_optimizer: bool = False
@@ -468,6 +476,7 @@ class Observer:
                 self._finish_step(updated)
             return
         self.passes += 1
+        self._report_passes()
         sequence = self.recorder.sequence
         begin = self.units[-1].end if self.units else 0
         skipped, self._is_skipped = self._is_skipped, False
@@ -483,6 +492,15 @@ class Observer:
         if updated is not None:
             self.label_weights()
             self._finish_step(updated)
+
+    def _report_passes(self) -> None:
+        """Show now and then how many backward passes the script ran without an optimizer step."""
+        now = time.monotonic()
+        self._reported_at = self._reported_at or now
+        if now - self._reported_at > REPORT_S:
+            self._reported_at = now
+            text = f"trimtab: {len(self.units) + 1} backward passes without an optimizer step"
+            print(text, file=sys.__stderr__, flush=True)
 
     def _begin_micro_batch(self) -> None:
         self._call_number = 0
@@ -615,6 +633,7 @@ class Observer:
             self.sequence, self.engine = tuple(sequence), tuple(engine)
         self.recomputed_flops = recorder.recomputed_flops // max(1, sum(not unit.skipped for unit in units))
         self.units = []
+        self._reported_at = 0.0
         self._begin_micro_batch()
         recorder.sequence, recorder.by_engine = [], []
         recorder.recomputed_flops = 0
@@ -643,6 +662,13 @@ class Observer:
         """Note that a loader gave a batch of so many samples."""
         if torch.is_grad_enabled() and not self.is_over:
             self.fetched[samples] = self.fetched.get(samples, 0) + 1
+
+    def note_empty_pass(self, loader: Any) -> None:
+        """Note that a loader gave no batch; end a script that goes on like this without a step."""
+        text = f"{describe_samples(loader)} (read at {find_script_line()})"
+        self.empty_passes[text] = self.empty_passes.get(text, 0) + 1
+        if not self.steps and self.empty_passes[text] >= EMPTY_PASSES:
+            self.finish()
 
     def check_time(self) -> None:
         """End the script if it goes on for long after its third step."""
@@ -757,6 +783,15 @@ def may_need_gradients(out: Any) -> bool:
     """Return whether a result has a graph of gradients, as far as its tensors show; True if it shows none."""
     tensors = find_tensors(out)
     return not tensors or any(tensor.requires_grad for tensor in tensors)
+
+
+def describe_samples(loader: Any) -> str:
+    """Return how many samples a loader has, and how it makes batches of them."""
+    try:
+        samples = f"{len(loader.sampler):,} samples"
+    except (AttributeError, TypeError, NotImplementedError):
+        samples = "an iterable data set"
+    return f"{samples}, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
 
 
 def describe_inputs(args: Any, kwargs: Any) -> Any:

@@ -333,8 +333,13 @@ def _patch_batches(observer: Observer) -> None:
         workers: Any = contextlib.nullcontext()
         if loader is not iterator:
             workers = act_as_worker(loader, iterator._trimtab_dataset)
-        with workers:
-            batch = original(iterator)
+        try:
+            with workers:
+                batch = original(iterator)
+        except StopIteration:
+            if not count and loader is not iterator:
+                observer.note_empty_pass(loader)
+            raise
         observer.loader_s += time.perf_counter() - begin
         observer.loader_batches += 1
         return batch

@@ -196,14 +196,17 @@ def _shorten_path(path: str) -> str:
 
 
 def _describe_no_step(observer: Observer) -> TrimtabError:
-    found = "it ended without an optimizer step on the GPU"
+    found = "it ran without an optimizer step on the GPU"
     if observer.recorder.order:
         found += ", although it used the GPU"
     elif not observer.roots:
         found += ", and no model was called"
-    return CannotFollow(
-        "the script", found=found, cure="Give the command that trains; it must use torch.optim's optimizers."
-    )
+    cure = "Give the command that trains; it must use torch.optim's optimizers."
+    for loader, count in observer.empty_passes.items():
+        times = "" if count == 1 else f" {count:,} times"
+        found += f"; a data loader gave no batch{times}: {loader}"
+        cure = "Give it more samples, or a smaller batch. drop_last=True leaves out a batch that is not full."
+    return CannotFollow("the script", found=found, cure=cure)
 
 
 def _describe_cpu(observer: Observer) -> TrimtabError:
