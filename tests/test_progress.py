@@ -1,5 +1,6 @@
 """Long plans show how far they are, and Ctrl-C gives the best so far."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,25 @@ def test_a_log_gets_lines_with_what_is_done_and_the_best_so_far(
         "planning: tracing ddp, micro-batch 8, bf16; best so far: single, micro-batch 4, bf16 on 1 GPU, "
         "12 samples/s\n" in err
     )
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what is written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_square_brackets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script prints, and the name of a file, may look like markup."""
+    monkeypatch.setenv(shown.VARIABLE, "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with progress("following train[fast].py") as state:
+        state.say("<s>[INST] hello [/INST]")
+    assert "following train[fast].py: <s>[INST] hello [/INST]" in terminal.getvalue()
 
 
 def test_the_first_best_is_written_at_once_and_later_ones_with_the_next_line(

@@ -394,6 +394,34 @@ def test_options_that_a_command_does_not_have_are_refused(
         trimtab.plan("slm:tiny", "H100", vary=["--batch-size"])
 
 
+TALKS = """
+import argparse, time
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch_size", type=int, default=8)
+args = parser.parse_args()
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("\\x1b[31m[/INST] loading\\x1b[0m", flush=True)
+time.sleep(1)
+for _ in range(4):
+    model(torch.randn(args.batch_size, 64).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_plan_shows_what_its_script_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TALKS, encoding="utf-8")
+    said: list[str] = []
+    trimtab.plan(on="H200", command=[sys.executable, "train.py"], say=said.append)
+    assert said[:2] == [
+        "run 1: the command as it is",
+        "run 1: the command as it is, printing: [/INST] loading",
+    ]
+
+
 @pytest.mark.slow
 def test_a_real_script_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search is tested above; here a script is followed for each of its runs."""

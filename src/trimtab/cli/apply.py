@@ -258,7 +258,7 @@ def show_display(found: Display) -> RenderableType:
         value = format_value(item.computed or item.value)
         # The end of a long value says more: torchtune.modules.loss.LinearCrossEntropyLoss.
         shown = value if len(value) <= LONGEST_VALUE else f"...{value[3 - LONGEST_VALUE :]}"
-        table.add_row(escape_control(item.key), escape_control(shown), line)
+        table.add_row(Text(escape_control(item.key)), Text(escape_control(shown)), line)
     parts.append(Padding(table, (0, 0, 0, 1), expand=False))
     if found.stages:
         parts += [render_labelled("runs as", _as_it_runs(found), "dim"), Text()]
@@ -312,7 +312,7 @@ def _targets(targets: Sequence[ConfigTarget]) -> RenderableType:
     for target in targets:
         marks = "; ".join(" or ".join(group[:3]) for group in target.marks)
         kinds = f" ({', '.join(target.formats)})" if target.formats else ""
-        table.add_row(target.name, escape_control(f"{target.title}{kinds}. Known by {marks}."))
+        table.add_row(target.name, Text(escape_control(f"{target.title}{kinds}. Known by {marks}.")))
     return Group(Text("targets", style="bold"), table)
 
 

@@ -127,7 +127,9 @@ def _progress() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return
+    from rich.text import Text
+
     from trimtab import render
 
     with console(errors=True).status("looking") as status:
-        yield lambda what: status.update(render.escape_control(what))
+        yield lambda what: status.update(Text(render.escape_control(what)))

@@ -60,8 +60,11 @@ def progress(title: str) -> Iterator[ProgressState]:
     if os.environ.get(VARIABLE) == "0" or sys.stderr is None:
         yield state
     elif sys.stderr.isatty():
-        with console(errors=True).status(title) as status:
-            state.changed = lambda: status.update(state.words("\n  "))
+        from rich.text import Text
+
+        # Plain texts: what a script prints, such as [/INST], is no markup.
+        with console(errors=True).status(Text(title)) as status:
+            state.changed = lambda: status.update(Text(state.words("\n  ")))
             yield state
     else:
         with _lines(state):

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.diagnosis.log_scanner import strip_escapes
 from trimtab.errors import EnvironmentFault, JobFailed, error_from_dict
 from trimtab.scripts.apply import list_file_texts
 from trimtab.scripts.cache import load_followed, make_followed_key, store_followed
@@ -174,7 +175,7 @@ def _wait(
 
 def _last_line(log: Path) -> str:
     lines = _read_tail(log)
-    return lines[-1][:100] if lines else ""
+    return strip_escapes(lines[-1])[:100] if lines else ""
 
 
 def _read_tail(log: Path, size: int = 8192) -> list[str]:
