@@ -25,6 +25,8 @@ from trimtab.scripts.sources import read_sources
 from trimtab.spec import Policy, ScriptCommand, Setting
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trimtab.scripts.knobs import KnobSet
     from trimtab.spec import Cluster, Plan
 
@@ -250,9 +252,10 @@ def plan_plain(text: str = "python train.py") -> Plan:
     command, knobs = find(text)
     sources = read_sources(command)
 
-    def run(changed: ScriptCommand, cluster: Cluster) -> Any:
+    def run(changed: ScriptCommand, cluster: Cluster, *, say: Callable[[str], None]) -> Any:
         config = edit_text(sources["conf.yaml"], "conf.yaml", changed.changes)
-        return replace(Script(PLAIN)).run(changed, cluster, sources={"train.py": PLAIN, "conf.yaml": config})
+        files = {"train.py": PLAIN, "conf.yaml": config}
+        return replace(Script(PLAIN)).run(changed, cluster, sources=files, say=say)
 
     return plan_script(command, parse_cluster("H100"), Policy(), knobs, run, sources=sources)
 
@@ -296,8 +299,8 @@ def test_a_plan_overrides_a_config_where_that_works(tmp_path: Path, monkeypatch:
     command, knobs = find("python train.py --config a.yaml")
     sources = read_sources(command)
 
-    def run(changed: ScriptCommand, cluster: Cluster) -> Any:
-        return Script(TRL).run(changed, cluster, sources=sources)
+    def run(changed: ScriptCommand, cluster: Cluster, *, say: Callable[[str], None]) -> Any:
+        return Script(TRL).run(changed, cluster, sources=sources, say=say)
 
     plan = plan_script(command, parse_cluster("H100"), Policy(), knobs, run, sources=sources)
     assert plan.script is not None

@@ -39,6 +39,8 @@ from trimtab.spec import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trimtab.spec import Cluster, ScriptCommand
 
 GIB = 2**30
@@ -68,7 +70,15 @@ class Script:
     has_times: bool = True
     ran: list[str] = field(default_factory=list)
 
-    def run(self, command: ScriptCommand, cluster: Cluster, sources: dict[str, str] | None = None) -> Any:
+    def run(
+        self,
+        command: ScriptCommand,
+        cluster: Cluster,
+        sources: dict[str, str] | None = None,
+        *,
+        say: Callable[[str], None],
+    ) -> Any:
+        say("training")
         self.ran.append(" ".join(command.words))
         if self.fails and self.fails in command.words:
             raise JobFailed("train.py", found=f"it does not work with {self.fails}", cure="Leave it out.")
@@ -322,10 +332,10 @@ def test_without_times_the_largest_micro_batch_is_taken() -> None:
 def test_ctrl_c_gives_the_best_so_far() -> None:
     script = Script(FULL)
 
-    def run(command: ScriptCommand, cluster: Cluster) -> Any:
+    def run(command: ScriptCommand, cluster: Cluster, *, say: Callable[[str], None]) -> Any:
         if len(script.ran) == 2:
             raise KeyboardInterrupt
-        return script.run(command, cluster)
+        return script.run(command, cluster, say=say)
 
     command = make_command("python train.py")
     knobs = find_knobs(command, {"train.py": FULL})

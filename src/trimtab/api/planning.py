@@ -111,24 +111,15 @@ def plan_command(request: PlanRequest) -> Plan:
     command = parse_command(request.command, environment=os.environ)
     sources = read_sources(command)
     knobs = select_knobs(find_knobs(command, sources), command, request.vary)
-    run = ""
-
-    def say_run(text: str) -> None:
-        nonlocal run
-        run = text
-        request.say(text)
-
     made = plan_script(
         command,
         cluster,
         policy,
         knobs,
-        partial(
-            estimate_script, say=lambda line: request.say(f"{run}, printing: {line}"), cache=request.cache
-        ),
+        partial(estimate_script, cache=request.cache),
         given={key: getattr(request, key) for key in ("global_batch", "samples", "epochs")},
         sources=sources,
-        say=say_run,
+        say=request.say,
         say_best=request.say_best,
     )
     if not (made.complete or request.partial):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_text
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from rich.console import Console, RenderableType
@@ -27,6 +28,18 @@ def console(*, errors: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=errors, highlight=False, soft_wrap=False)
+
+
+@contextlib.contextmanager
+def show_status(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is being done; yields a function that shows another text.
+
+    Texts are plain: what a script prints, such as [/INST], is no markup.
+    """
+    from rich.text import Text
+
+    with console(errors=True).status(Text(text)) as status:
+        yield lambda what: status.update(Text(what))
 
 
 def print_text(what: RenderableType, *, errors: bool = False) -> None:

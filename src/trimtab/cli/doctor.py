@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.console import Json, console, print_json, print_text
+from trimtab.cli.console import Json, print_json, print_text, show_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,9 +127,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich.text import Text
-
     from trimtab import render
 
-    with console(errors=True).status("looking") as status:
-        yield lambda what: status.update(Text(render.escape_control(what)))
+    with show_status("looking") as show:
+        yield lambda what: show(render.escape_control(what))

@@ -10,7 +10,7 @@ import typer
 from msgspec.structs import asdict
 
 from trimtab import api
-from trimtab.cli.console import Json, console, print_json, print_text
+from trimtab.cli.console import Json, print_json, print_text, show_status
 from trimtab.cli.options import command, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import TrimtabError
@@ -208,7 +208,7 @@ def _status(text: str, *, quiet: bool) -> Any:
     """Show on a terminal what is being done."""
     if quiet or not sys.stderr.isatty():
         return contextlib.nullcontext()
-    return console(errors=True).status(text)
+    return show_status(text)
 
 
 def _help_lines(setting: Setting, bytes_now: int, bytes_then: int) -> tuple[str, ...]:

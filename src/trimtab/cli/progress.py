@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trimtab.cli.console import console
+from trimtab.cli.console import show_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,11 +60,8 @@ def progress(title: str) -> Iterator[ProgressState]:
     if os.environ.get(VARIABLE) == "0" or sys.stderr is None:
         yield state
     elif sys.stderr.isatty():
-        from rich.text import Text
-
-        # Plain texts: what a script prints, such as [/INST], is no markup.
-        with console(errors=True).status(Text(title)) as status:
-            state.changed = lambda: status.update(Text(state.words("\n  ")))
+        with show_status(title) as show:
+            state.changed = lambda: show(state.words("\n  "))
             yield state
     else:
         with _lines(state):

@@ -258,8 +258,7 @@ def _run_first(search: ScriptSearch, global_batch: int | None) -> list[str]:
         if start.data_parallel == knobs.world_size
         else write_setting(search.command, knobs, start, now=start)
     )
-    search.say("run 1: " + (", ".join(changes) or "the command as it is"))
-    run = search.run_script(written, search.cluster)
+    run = search.run(written, changes)
     seen = run.setting
     split = read_split(knobs)
     notes = _compare_split(split, seen, knobs) if start.data_parallel == knobs.world_size else []

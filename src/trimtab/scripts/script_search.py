@@ -69,8 +69,16 @@ class ScriptRun(Protocol):
         """Peaks of its phases."""
 
 
+class RunScript(Protocol):
+    """Runs a command on the pretended GPU of a cluster; `say` gets what the script prints, line by line."""
+
+    def __call__(
+        self, command: ScriptCommand, cluster: Cluster, /, *, say: Callable[[str], None]
+    ) -> ScriptRun:
+        """Return what the run showed."""
+
+
 if TYPE_CHECKING:
-    RunScript = Callable[[ScriptCommand, Cluster], ScriptRun]
     Values = tuple[tuple[str, str], ...]
 
 
@@ -350,8 +358,7 @@ class ScriptSearch:
                     found="the search has had as many",
                     cure="Give fewer values with --vary.",
                 )
-            self.say(f"run {len(self.attempts) + 1}: {', '.join(changes) or 'the command as it is'}")
-            run = self.run_script(command, self.cluster)
+            run = self.run(command, changes)
             self._refuse_no_effect(setting, run, changes)
             outcome["run"] = run
         except TrimtabError as error:
@@ -364,6 +371,12 @@ class ScriptSearch:
             limit_bytes=self.limit_bytes,
             **outcome,
         )
+
+    def run(self, command: ScriptCommand, changes: Sequence[str]) -> ScriptRun:
+        """Run a command, and show which run it is and what its script prints."""
+        doing = f"run {len(self.attempts) + 1}: {describe_changes(changes)}"
+        self.say(doing)
+        return self.run_script(command, self.cluster, say=lambda line: self.say(f"{doing}, printing: {line}"))
 
     def _refuse_no_effect(self, setting: Setting, run: ScriptRun, changes: tuple[str, ...]) -> None:
         """Raise if the script did the same as without the change of the batch: it reads it from elsewhere."""
@@ -380,11 +393,15 @@ class ScriptSearch:
             )
 
 
+def describe_changes(changes: Sequence[str]) -> str:
+    """Return what a run changes in the command, in words."""
+    return ", ".join(changes) or "the command as it is"
+
+
 def describe_attempt(attempt: ScriptAttempt) -> str:
     """Return an attempt in a few words."""
     speed = "" if not attempt.sample_s else f", {format_figure(1 / attempt.sample_s)} samples/s"
-    changes = ", ".join(attempt.changes) or "the command as it is"
-    return f"{changes}: {format_bytes(attempt.need_bytes)}{speed}"
+    return f"{describe_changes(attempt.changes)}: {format_bytes(attempt.need_bytes)}{speed}"
 
 
 def list_combinations(knobs: KnobSet) -> Iterator[Values]:
