@@ -738,7 +738,7 @@ def _layout_cells(row: LayoutRow) -> list[str]:
         f"{row.accumulation}",
         row.recompute,
         format_gib(row.memory_bytes),
-        f"{row.step_s:.3g} s",
+        f"{format_figure(row.step_s)} s",
         f"{row.tokens_per_s_per_gpu:,.0f}",
         UNKNOWN if row.mfu is None else f"{row.mfu:.0%}",
     ]

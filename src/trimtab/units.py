@@ -172,6 +172,15 @@ def format_figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - no decimals from there on
 
 
+def format_seconds(seconds: float) -> str:
+    """Return a short time with three digits.
+
+    >>> format_seconds(0.04213), format_seconds(1.5), format_seconds(1390.4)
+    ('42.1 ms', '1.5 s', '1,390 s')
+    """
+    return f"{format_figure(seconds * 1000)} ms" if seconds < 1 else f"{format_figure(seconds)} s"
+
+
 def format_bandwidth(bytes_per_second: float) -> str:
     """Return a bandwidth in GB/s or TB/s, in decimal units as vendors state it.
 

@@ -16,7 +16,7 @@ from trimtab.calculator.traces import TraceMissing, TraceStore, WorkQueue
 from trimtab.errors import TrimtabError
 from trimtab.jobs.load import find_job_name
 from trimtab.pages.charts import LimitLine, draw_stack
-from trimtab.pages.figures import format_seconds, list_memory_parts, list_time_parts
+from trimtab.pages.figures import list_memory_parts, list_time_parts
 from trimtab.pages.svg import NARROW, WIDE, format_number
 from trimtab.planner.estimates import estimate_settings, refuse_emulated
 from trimtab.planner.explanations import add_run_totals
@@ -25,7 +25,7 @@ from trimtab.probe.detect import as_cluster
 from trimtab.render import describe_gradients, describe_setting
 from trimtab.spec import Verdict
 from trimtab.trace.number_options import read_number_options
-from trimtab.units import format_bytes, format_duration, format_figure
+from trimtab.units import format_bytes, format_duration, format_figure, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,7 +27,7 @@ from trimtab.pages.charts import (
 from trimtab.pages.svg import Tick, format_number, pick_byte_unit, pick_time_unit, round_ticks, round_up
 from trimtab.render import describe_gradients, describe_setting
 from trimtab.spec import PARTS, Comparison, Estimate, EstimatedSetting, Plan, Verdict
-from trimtab.units import format_bytes, format_duration, format_figure, plural
+from trimtab.units import format_bytes, format_duration, format_figure, format_seconds, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -450,11 +450,6 @@ def pick_evenly(count: int, most: int = MOST_ROWS) -> list[int]:
     every = max(1, -(-(count - 1) // (most - 1))) if count > 1 else 1
     indices = list(range(0, count, every))
     return indices if not count or indices[-1] == count - 1 else [*indices[: most - 1], count - 1]
-
-
-def format_seconds(value: float) -> str:
-    """Format a short time with three significant digits."""
-    return f"{format_figure(value * 1000)} ms" if value < 1 else f"{format_figure(value)} s"
 
 
 MOST_BUCKETS = 400

@@ -14,7 +14,7 @@ from trimtab.pages import figures
 from trimtab.pages.svg import NARROW, WIDE, Markup, format_number, join_markup, pick_byte_unit, tag
 from trimtab.planner.plan_files import describe_places
 from trimtab.render import describe_setting
-from trimtab.units import format_duration, format_figure
+from trimtab.units import format_duration, format_figure, format_seconds
 from trimtab.version import VERSION
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _plan_tiles(plan: Plan) -> list[tuple[str, str]]:
         ("GPUs", str(plan.choice.gpus)),
         ("memory", f"{estimate.process_bytes / size:.1f}{free} {unit}"),
         ("host memory", None if estimate.host is None else _describe_node(estimate.host)),
-        ("step", None if estimate.step_s is None else figures.format_seconds(estimate.step_s)),
+        ("step", None if estimate.step_s is None else format_seconds(estimate.step_s)),
         ("samples/s", None if estimate.samples_per_s is None else format_number(estimate.samples_per_s)),
         (
             "MFU",

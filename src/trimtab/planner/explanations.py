@@ -12,7 +12,7 @@ from trimtab.planner.search import RECOMPUTES, TIE, compute_run_s
 from trimtab.planner.space import TRACED_RECOMPUTES, USUAL_WORKERS, make_sentence
 from trimtab.spec import Allocator, Candidate, EstimatedSetting, Objective, Reason, Recompute, Rejection
 from trimtab.strategies import strategy_of
-from trimtab.units import format_bytes, format_duration, format_figure, format_flops, plural
+from trimtab.units import format_bytes, format_duration, format_figure, format_flops, format_seconds, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,11 +45,6 @@ def compute_cost(estimate: Estimate | None, policy: Policy) -> float | None:
     if estimate is None or estimate.gpu_hours is None or policy.price_per_gpu_hour is None:
         return None
     return estimate.gpu_hours * policy.price_per_gpu_hour
-
-
-def format_step(step_s: float) -> str:
-    """Return the time of a step with three significant digits."""
-    return f"{format_figure(step_s)} s" if step_s >= 1 else f"{format_figure(step_s * 1000)} ms"
 
 
 def list_reasons(
@@ -98,7 +93,7 @@ def _compare_others(best: Evaluation, result: SearchResult, get: Callable[[Setti
         if name != get(best.setting) and least and least * (1 + TIE) < min(times, default=math.inf):
             unseen[name] = min(least, unseen.get(name, least))
     texts = [_describe_value(str(value), seen, best) for value, seen in others.items() if value not in unseen]
-    return texts + [f"{name} takes at least {format_step(least)} a step" for name, least in unseen.items()]
+    return texts + [f"{name} takes at least {format_seconds(least)} a step" for name, least in unseen.items()]
 
 
 def _describe_value(name: str, seen: list[Evaluation], best: Evaluation) -> str:
@@ -116,8 +111,9 @@ def compare_step(step_s: float, best_s: float) -> str:
     """Return the time of a step, compared with that of the choice."""
     more = step_s / best_s - 1
     if abs(more) < NOISE:
-        return f"takes as long ({format_step(step_s)} a step)"
-    return f"takes {format_step(step_s)} a step ({more:{'+.1%' if abs(more) < SMALL_DIFFERENCE else '+.0%'}})"
+        return f"takes as long ({format_seconds(step_s)} a step)"
+    shown = f"{more:+.1%}" if abs(more) < SMALL_DIFFERENCE else f"{more:+.0%}"
+    return f"takes {format_seconds(step_s)} a step ({shown})"
 
 
 def _explain_gpus(best: Evaluation, result: SearchResult, space: Space, cluster: Cluster) -> str:
@@ -126,7 +122,7 @@ def _explain_gpus(best: Evaluation, result: SearchResult, space: Space, cluster:
     names = " and ".join(best.layout.kinds)
     texts = [f"{best.setting.gpus} x {names}"]
     if best.estimate.step_s is not None:
-        texts.append(f"{format_step(best.estimate.step_s)} a step")
+        texts.append(f"{format_seconds(best.estimate.step_s)} a step")
     tied = _explain_tie(best, result, _gpus_subject)
     if best.layout.device.slice and len(cluster.devices) > 1:
         texts.append("MIG slices cannot work on one job together")
@@ -151,7 +147,7 @@ def _explain_tie(best: Evaluation, result: SearchResult, get: Callable[[Setting]
         return f"{get(first.setting)} would be no better"
     less = 1 - first.estimate.step_s / best.estimate.step_s
     return (
-        f"{get(first.setting)} would take {format_step(first.estimate.step_s)} (-{less:.1%}); the "
+        f"{get(first.setting)} would take {format_seconds(first.estimate.step_s)} (-{less:.1%}); the "
         f"difference is within {TIE:.0%}, below the prediction error, so the simpler one is chosen"
     )
 
@@ -412,7 +408,7 @@ def explain_beaten(least: float, best_s: float | None, policy: Policy) -> str:
 def _format_bound(least: float, policy: Policy) -> str:
     """Return the bound that rules settings out, as a text for the objective."""
     if policy.objective is Objective.SPEED and least:
-        return f", at least {format_step(least)} a step"
+        return f", at least {format_seconds(least)} a step"
     return {Objective.GPUS: ", by GPUs and time", Objective.COST: ", by GPU-hours"}.get(policy.objective, "")
 
 

@@ -26,7 +26,7 @@ from trimtab.planner.usual_batch import LARGE
 from trimtab.predict.calibration import find_speed
 from trimtab.spec import Allocator, Objective, Precision, Reason, Recompute, Schedule
 from trimtab.strategies import STRATEGIES
-from trimtab.units import plural
+from trimtab.units import format_figure, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -310,13 +310,13 @@ def list_degree_reasons(proposal: LayoutProposal, plan: Plan, chosen: RankedLayo
         yield Reason(
             subject="figures",
             value="traced",
-            why=f"formulas say {chosen.time.total_s:.3g} s a step",
+            why=f"formulas say {format_figure(chosen.time.total_s)} s a step",
         )
     meshes = len({look.setting.mesh for look in plan.looked_at})
     traced = f", {meshes} traced of {len(proposal.runnable)} that trimtab train runs" if meshes else ""
     alone = "by formulas no data-parallel setting fits"
     if proposal.data_parallel_s is not None:
-        alone = f"by formulas data parallelism alone takes {proposal.data_parallel_s:.3g} s a step"
+        alone = f"by formulas data parallelism alone takes {format_figure(proposal.data_parallel_s)} s a step"
     if study.model.pins:
         unknown = f"--pin schedule={Schedule.ZERO_BUBBLE}"
         alone = f"all have the pinned degrees, and none the schedule that formulas do not know ({unknown})"
@@ -390,7 +390,7 @@ def _name_degrees(ranked: RankedLayout) -> str:
 
 def compare_formulas(other_s: float, ours_s: float) -> str:
     """Return two step times by formulas in words."""
-    return f"{other_s:.3g} s a step by formulas, this plan {ours_s:.3g} s"
+    return f"{format_figure(other_s)} s a step by formulas, this plan {format_figure(ours_s)} s"
 
 
 def _name_cluster(cluster: Cluster) -> str:

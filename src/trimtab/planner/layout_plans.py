@@ -10,7 +10,7 @@ import msgspec
 from trimtab.cache import LAYOUTS, code_fingerprint, fingerprint
 from trimtab.catalog.facts import facts_of
 from trimtab.errors import WrongUse
-from trimtab.planner.explanations import add_run_totals, compare_step, compute_cost, format_step
+from trimtab.planner.explanations import add_run_totals, compare_step, compute_cost
 from trimtab.planner.layouts import OWN, TRAINERS, LayoutQuestion, LayoutSearch, StoredRanking
 from trimtab.planner.space import make_layout
 from trimtab.predict.calibration import find_speed, read_own_calibration
@@ -39,7 +39,7 @@ from trimtab.spec import (
 )
 from trimtab.strategies import STRATEGIES, find_training_refusal, strategy_by_degrees
 from trimtab.trace.tracer import NOT_TRACING
-from trimtab.units import format_bytes, plural
+from trimtab.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -457,6 +457,6 @@ def write_layout_recommendation(study: LayoutStudy, chosen: RankedLayout) -> str
     row = study.describe(chosen)
     mfu = "" if row.mfu is None else f", {row.mfu:.0%} MFU"
     return (
-        f"{format_step(row.step_s)} a step by formulas, {row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{mfu}; "
-        f"{format_bytes(row.memory_bytes)} on the fullest GPU. No step was traced."
+        f"{format_seconds(row.step_s)} a step by formulas, {row.tokens_per_s_per_gpu:,.0f} "
+        f"tokens/s/GPU{mfu}; {format_bytes(row.memory_bytes)} on the fullest GPU. No step was traced."
     )

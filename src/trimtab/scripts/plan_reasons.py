@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import NothingFits
-from trimtab.planner.explanations import compare_step, format_step
+from trimtab.planner.explanations import compare_step
 from trimtab.planner.plan_files import describe_places
 from trimtab.scripts.command import format_command
+from trimtab.scripts.script_search import describe_changes
 from trimtab.spec import Candidate, Reason, Rejection
-from trimtab.units import format_bytes
+from trimtab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,7 +178,7 @@ def list_rejections(search: ScriptSearch) -> tuple[Rejection, ...]:
     """Return what was ruled out: what does not fit, what failed, and what was not tried."""
     rejections = [
         Rejection(
-            why=f"{', '.join(attempt.changes) or 'the command as it is'}: "
+            why=f"{describe_changes(attempt.changes)}: "
             + (f"needs {_format_need(attempt)}" if attempt.error is None else attempt.error.found),
             example=attempt.setting,
         )
@@ -215,7 +216,7 @@ def write_recommendation(search: ScriptSearch, best: ScriptAttempt) -> str:
         return f"{what}: {memory}. As given it does not fit ({_format_need(first)})."
     if not first.sample_s or not best.sample_s:
         return f"{what}: {memory}."
-    step = format_step(best.sample_s * best.setting.global_batch)
+    step = format_seconds(best.sample_s * best.setting.global_batch)
     if first.changes:
         # The command as given has another number of processes, and was not run.
         return f"{what}: {step} a step, {memory}."
@@ -247,6 +248,6 @@ def make_nothing_fits(search: ScriptSearch, layout: Layout) -> NothingFits:
     return NothingFits(
         f"{format_command(search.command)} on {describe_places(layout.places)}",
         found=f"nothing fits: the nearest needs {_format_need(near)} that may be used, with "
-        f"{', '.join(near.changes) or 'the command as it is'}",
+        f"{describe_changes(near.changes)}",
         cure=f"You can {'; or '.join(hints)}.",
     )
