@@ -15,6 +15,7 @@ from trimtab.probe.detect import as_cluster
 from trimtab.scripts.command import parse_command
 from trimtab.scripts.estimate import estimate_script
 from trimtab.spec.trace import SHARDED, WRAPPED
+from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -250,6 +251,9 @@ for step in range(3):
     # Integers that came from the CPU keep their values.
     assert tokens.cuda()[2].cpu().tolist() == list(range(16, 24))
     assert int((tokens.cuda() > 29).sum()) == 2
+    # Ranks compare their weights with those of rank 0; classes that are predicted differ from the right ones.
+    assert (net.head.weight == net.head.weight.clone()).all()
+    assert not (out.argmax(-1).flatten() == out.flatten(0, 1).argmax(-1)).all()
     # A parameter on `meta` stays an ordinary one.
     hollow = nn.Linear(8, 8, device="meta")
     hollow.bias.data = nn.functional.pad(hollow.bias.data, (0, 0))
@@ -260,7 +264,9 @@ for step in range(3):
     assert type(weight)(weight.data).requires_grad
 """
     )
-    assert follow("train.py", script=script).estimate.allocated_bytes > 0
+    found = follow("train.py", script=script)
+    assert found.estimate.allocated_bytes > 0
+    assert "a check that all numbers of two tensors are equal is taken to hold" in found.estimate.assumptions
 
 
 def test_a_script_leaves_the_folder_as_it_was(follow: Callable[..., ScriptEstimate], tmp_path: Path) -> None:
@@ -288,6 +294,40 @@ net.load_state_dict(torch.load("out/last.pt")["model"])
     assert [line for line in found.script.writes if "last.pt" in line and "train.py:" in line]
     assert "save" in [phase.name for phase in found.phases]
     assert not [note for note in found.estimate.assumptions if "failed" in note]
+
+
+PICKLED = (
+    MODEL
+    + """
+import copy, pickle
+net = Net().cuda()
+net.tied = net.embed.weight
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(3):
+    net(torch.randint(0, 1000, (4, 8), device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with open("snapshot.pkl", "wb") as file:
+    pickle.dump({"net": net, "optimizer": optimizer, "rates": [0.1]}, file)
+with open("snapshot.pkl", "rb") as file:
+    loaded = pickle.load(file)
+weight = loaded["net"].embed.weight
+assert weight.is_cuda and isinstance(weight, nn.Parameter) and weight is loaded["net"].tied
+loaded["net"](torch.randint(0, 1000, (4, 8), device="cuda"))
+shared = copy.copy(net.embed.weight)
+assert isinstance(shared, nn.Parameter)
+assert shared.untyped_storage()._cdata == net.embed.weight.untyped_storage()._cdata
+"""
+)
+
+
+def test_a_model_is_pickled_by_its_shapes(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow("train.py", script=PICKLED)
+    (write,) = found.script.writes
+    weights = 4 * (1000 * 256 + 4 * (512 + 2 * 256 * 1024 + 1024 + 256) + 256 * 1000 + 1000)
+    assert write.startswith(f"snapshot.pkl ({format_bytes(3 * weights)}), train.py:")
+    assert "save" in [phase.name for phase in found.phases]
+    assert not [note for note in found.script.notes if "failed" in note]
 
 
 def test_an_evaluation_with_a_graph_is_no_training_step(follow: Callable[..., ScriptEstimate]) -> None:

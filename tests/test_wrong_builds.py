@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import pytest
@@ -71,6 +72,44 @@ def test_a_symbol_that_torch_no_longer_has_means_the_same() -> None:
     assert error.cure.startswith("fast_ops was built for another torch than")
     other = ImportError("/lib/fast_ops.so: undefined symbol: PyFloat_Type")
     assert job_error("model()", other, "Install what is missing.").cure == "Install what is missing."
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (
+            "import torch._six",
+            "torch {release}, which is installed, has no torch._six: install the release of",
+        ),
+        (
+            "from torch.optim.adam import NAdamW",
+            "torch.optim.adam of torch {release}, which is installed, has no NAdamW: install",
+        ),
+        ("import a_module_that_nobody_has", "Install what is missing."),
+        ("from mine import missing", "Install what is missing."),
+    ],
+)
+def test_an_installed_package_of_another_release_is_named(
+    line: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("there = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError) as raised:
+        exec(line, {})  # noqa: S102 - an import of the user's
+    error = job_error("the script", raised.value, "Install what is missing.")
+    assert error.cure.startswith(found.format(release=version("torch")))
+
+
+def test_a_traceback_shows_imports_as_python_does(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\ntorch.cuda.is_available()\nimport layers\n", "utf-8")
+    (tmp_path / "layers.py").write_text("import torch._six\n", encoding="utf-8")
+    command = ["estimate", "--on", "H100", "--", sys.executable, "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", *command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == JobFailed.exit_code
+    files = [line.split('"')[1] for line in done.stderr.splitlines() if line.startswith('  File "')]
+    assert [file.rpartition("/")[2] for file in files] == ["train.py", "layers.py"]
 
 
 def test_an_operator_that_the_job_itself_lacks_stays_its_own_error() -> None:

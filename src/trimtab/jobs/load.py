@@ -6,6 +6,7 @@ Names: FILE.py:NAME, package.module:NAME, a built-in, or hf:FOLDER.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -218,7 +219,7 @@ def job_error(given: str, error: Exception, cure: str) -> TrimtabError:
     found = f"{_describe_error(error)}{describe_location(error)}"
     if error.__cause__ is not None:
         found += f", because of {_describe_error(error.__cause__)}"
-    return JobFailed(given, found=found, cure=_explain_wrong_build(error) or cure)
+    return JobFailed(given, found=found, cure=_explain_wrong_build(error) or _explain_release(error) or cure)
 
 
 WRONG_BUILD = re.compile(
@@ -246,6 +247,31 @@ def _explain_wrong_build(error: BaseException | None) -> str:
             )
         error = error.__cause__ or error.__context__
     return ""
+
+
+MISSING_NAME = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
+"""The message about a name that a module does not have."""
+
+
+def _explain_release(error: Exception) -> str:
+    """Return what to do if an installed package lacks what is imported from it; empty if none is at fault."""
+    if not isinstance(error, ImportError):
+        return ""
+    found = MISSING_NAME.search(str(error))
+    module, missing = (found["module"], found["name"]) if found else (error.name or "", error.name)
+    package = module.partition(".")[0]
+    names = importlib.metadata.packages_distributions().get(package)
+    if missing == package or not names:
+        return ""
+    installed = importlib.metadata.distribution(names[0])
+    # A file of the user may have the name of a package.
+    if error.path and not Path(error.path).is_relative_to(str(installed.locate_file(""))):
+        return ""
+    where = f"{module} of {names[0]}" if found else names[0]
+    return (
+        f"{where} {installed.version}, which is installed, has no {missing}: install the release of "
+        f"{names[0]} that this code was written for, or change the import. It fails without trimtab too."
+    )
 
 
 def _describe_error(error: BaseException) -> str:

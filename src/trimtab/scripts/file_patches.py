@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,6 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trimtab.scripts.observer import SAVE, Observer, find_script_line, put
 from trimtab.trace.fake_cuda import MODULE_PATCHES
 from trimtab.trace.fake_ops import list_storage_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SAVED_KEY = "trimtab_saved_object"
 
@@ -57,6 +62,7 @@ def patch_files(observer: Observer, fake_mode: Any) -> None:
         return tree_map(places.put_back, found)
 
     _patch_downloads(observer)
+    _patch_pickles(observer, fake_mode)
     put(torch, "save", save)
     put(torch, "load", load)
     for module in IDENTIFYING_MODULES:
@@ -113,11 +119,81 @@ class SavedPlaces:
 
 def _count_bytes(obj: Any) -> int:
     """Return the bytes of the tensors in an object, each storage once."""
-    tensors = [leaf for leaf in tree_leaves(obj) if isinstance(leaf, torch.Tensor)]
+    return sum(_list_storages(leaf for leaf in tree_leaves(obj) if isinstance(leaf, torch.Tensor)).values())
+
+
+def _list_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage of the tensors, by its address."""
     shards = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     parts = [part for shard in shards for part in list_storage_tensors(shard)]
-    storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
-    return sum(storages.values())
+    return {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+
+
+class Pickles:
+    """How Python pickles tensors without memory: by their shape."""
+
+    fake_mode: Any = None
+    dumped: dict[int, int] | None = None
+    """Bytes of the storages in the file that is being written, by address; None while none is written."""
+
+
+class PickledTensor(NamedTuple):
+    """What a pickle keeps of a tensor without memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+    is_parameter: bool
+
+
+def _pickle_tensor(tensor: Any, _protocol: Any) -> Any:
+    """Return how to build a tensor again from a pickle; torch's own way reads its memory."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        # It pickles no tensor that was computed either.
+        raise RuntimeError("only tensors that were made explicitly by the user can be pickled")
+    if Pickles.dumped is not None:
+        Pickles.dumped |= _list_storages([tensor])
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    shape = (tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
+    return build_tensor, (PickledTensor(*shape, tensor.requires_grad, is_parameter),)
+
+
+def build_tensor(kept: PickledTensor) -> torch.Tensor:
+    """Return a tensor like the one that was pickled; on the GPU it takes memory."""
+    with contextlib.ExitStack() as hidden:
+        if torch.device(kept.device).type == "cpu":
+            hidden.enter_context(_disable_current_modes())
+            hidden.enter_context(Pickles.fake_mode)
+        made = torch.empty_strided(kept.size, kept.stride, dtype=kept.dtype, device=kept.device)
+    if kept.is_parameter:
+        return torch.nn.Parameter(made, kept.requires_grad)
+    return made.requires_grad_(kept.requires_grad)
+
+
+def _patch_pickles(observer: Observer, fake_mode: Any) -> None:
+    """Pickle tensors without memory, and watch checkpoints that are written with Python's pickle."""
+    original = pickle.dump
+
+    @functools.wraps(original)
+    def dump(obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        # A storage in the memory of this process is pickled with torch.save, which calls this again.
+        before, Pickles.dumped = Pickles.dumped, {}
+        try:
+            original(obj, file, *args, **kwargs)
+        finally:
+            dumped, Pickles.dumped = Pickles.dumped, before
+        path = getattr(file, "name", None)
+        if dumped and isinstance(path, str):
+            if observer.windows:
+                observer.open_window(SAVE)
+            observer.saved_sizes[os.path.normpath(Path(path).absolute())] = sum(dumped.values())
+            observer.check_time()
+
+    Pickles.fake_mode = fake_mode
+    put(FakeTensor, "__reduce_ex__", _pickle_tensor)
+    put(pickle, "dump", dump)
 
 
 class MissingWeights(dict[str, Any]):

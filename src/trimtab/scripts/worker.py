@@ -229,14 +229,25 @@ def _describe_exit(request: ScriptRequest, end: SystemExit) -> TrimtabError:
 
 
 def _print_own_traceback(error: BaseException) -> None:
-    """Print the traceback from the script's own first line on."""
+    """Print the traceback from the script's own first line on, without trimtab's part in its imports."""
     here = error.__traceback__
     while here is not None and (
         here.tb_frame.f_code.co_filename.startswith("<frozen")
         or "trimtab.scripts" in str(here.tb_frame.f_globals.get("__spec__"))
     ):
         here = here.tb_next
-    traceback.print_exception(type(error), error, here or error.__traceback__)
+    printed = traceback.TracebackException(type(error), error, here or error.__traceback__)
+    shown: traceback.TracebackException | None = printed
+    while shown is not None:
+        frames = [frame for frame in shown.stack if not _is_import_patch(frame)]
+        shown.stack = traceback.StackSummary.from_list(frames)
+        shown = shown.__cause__ or shown.__context__
+    sys.stderr.writelines(printed.format())
+
+
+def _is_import_patch(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame belongs to a function of trimtab that replaces a part of Python's import."""
+    return frame.name == "exec_module" and frame.filename.startswith(OWN_FOLDER)
 
 
 def _note_late_failure(observer: Observer, error: BaseException) -> None:

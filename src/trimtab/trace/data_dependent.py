@@ -33,6 +33,8 @@ EXAMPLE_ATTRIBUTE = "_trimtab_example"
 """Attribute of a fake tensor with assumed values: an `Example`."""
 SPREAD_NOTE = "indices that follow from data, such as the experts of tokens, are taken to be evenly spread"
 HALF_NOTE = "half of the entries of a mask whose values follow from data are taken to be set"
+ORDER_NOTE = "a check that no number of one tensor is above that of another is taken to hold"
+EQUAL_NOTE = "a check that all numbers of two tensors are equal is taken to hold"
 CONSTANT_SHARES = {"aten::isfinite": 1.0, "aten::isnan": 0.0, "aten::isinf": 0.0}
 SAME_VALUE_OPS = {
     "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::alias", "aten::detach", "aten::clone",
@@ -268,6 +270,8 @@ class ValueTracker:
                 share = 1 / reach if name == "aten::eq" else 1 - 1 / reach
             elif value is not None and not isinstance(args[1], torch.Tensor):
                 share = float((value == args[1]) == (name == "aten::eq"))
+            elif name == "aten::eq" and _are_floats(args[:2]):
+                out._trimtab_order = EQUAL_NOTE  # type: ignore[attr-defined]
         elif name in ("aten::logical_not", "aten::bitwise_not"):
             opposite = getattr(args[0], "_trimtab_share", None)
             share = None if opposite is None else 1 - opposite
@@ -276,9 +280,9 @@ class ValueTracker:
             reduction = args[0].numel() / max(1, out.numel())
             share = min(1.0, source_share * max(reduction, 1))
         elif name in ("aten::ge", "aten::le") and isinstance(args[1], torch.Tensor):
-            out._trimtab_order = True  # type: ignore[attr-defined]
-        elif name == "aten::all" and getattr(args[0], "_trimtab_order", False):
-            self.assume("a check that no number of one tensor is above that of another is taken to hold")
+            out._trimtab_order = ORDER_NOTE  # type: ignore[attr-defined]
+        elif name == "aten::all" and (note := getattr(args[0], "_trimtab_order", "")):
+            self.assume(note)
             share = 1.0
         elif name == "aten::all":
             # In an unknown mask, some entries are set and some are not.
@@ -490,6 +494,11 @@ def _is_worth_computing(tensor: torch.Tensor) -> bool:
 def read_example(tensor: Any) -> Example | None:
     """Return the assumed values of a tensor; None if it has none, or has known values."""
     return None if hasattr(tensor, REAL_ATTRIBUTE) else getattr(tensor, EXAMPLE_ATTRIBUTE, None)
+
+
+def _are_floats(values: tuple[Any, ...]) -> bool:
+    """Whether all values are tensors of floating-point numbers: equal ones are copies of each other."""
+    return all(isinstance(value, torch.Tensor) and value.dtype.is_floating_point for value in values)
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

@@ -460,6 +460,7 @@ def install_fake_cuda(target: Device) -> None:
     # Recurrent layers call cuDNN to arrange their weights.
     torch.nn.RNNBase.flatten_parameters = _make_constant(None)  # type: ignore[method-assign]
     torch.nn.Module._apply = _apply_to_module  # type: ignore[method-assign]
+    FakeTensor.__copy__ = _copy_tensor  # type: ignore[attr-defined]
     FakeTensor.__deepcopy__ = _deepcopy_tensor  # type: ignore[method-assign]
     # By default a deep copy of a tensor copies its mode, and with it torch's weak references to storages.
     # They are then freed twice, which corrupts the heap. So all copies share one mode.
@@ -531,6 +532,14 @@ def _make_ragged_length(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
         nt_tensor_id = mode.nt_tensor_id_counter
         mode.nt_tensor_id_counter += 1
     return torch.SymInt(NestedIntNode(nt_tensor_id, 1))
+
+
+def _copy_tensor(tensor: Any) -> Any:
+    """Return another tensor with the same memory, as `copy.copy` does."""
+    copied: Any = tensor.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _deepcopy_tensor(tensor: Any, memo: dict[int, Any]) -> Any:
