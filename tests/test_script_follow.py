@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -328,6 +329,21 @@ def test_a_model_is_pickled_by_its_shapes(follow: Callable[..., ScriptEstimate])
     assert write.startswith(f"snapshot.pkl ({format_bytes(3 * weights)}), train.py:")
     assert "save" in [phase.name for phase in found.phases]
     assert not [note for note in found.script.notes if "failed" in note]
+
+
+def test_a_line_of_code_elsewhere_is_named_as_it_is_imported(
+    follow: Callable[..., ScriptEstimate], tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere" / "somewhere"
+    (elsewhere / "trainers").mkdir(parents=True)
+    (elsewhere / "trainers" / "plain.py").write_text(f"def run():\n{indent(LOOP, '    ')}\n", "utf-8")
+    there = tmp_path / "here"
+    there.mkdir()
+    os.chdir(there)
+    script = f"import sys\nsys.path.insert(0, {str(elsewhere)!r})\nfrom trainers import plain\nplain.run()\n"
+    found = follow("train.py", script=script)
+    wheres = {fact.name: fact.where for fact in found.script.found}
+    assert wheres["optimizer"].startswith("trainers/plain.py:")
 
 
 def test_an_evaluation_with_a_graph_is_no_training_step(follow: Callable[..., ScriptEstimate]) -> None:

@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     from trimtab.scripts.observer import Observer
 
 LIMIT_S = 300.0
-"""Seconds that a script's compilations may take together; what is left then runs as eager code."""
+"""Seconds of processor time that a script's compilations may take together; what is left then runs as eager
+code."""
+MOST_WAITING = 3
+"""How many times as long as its processor time a compilation may take on a busy machine."""
+PAUSE_S = 0.05
+"""Shortest time between two looks at how long a compilation has computed."""
 OTHER_BACKENDS = ("eager", "aot_eager")
 """Backends that run the same operations as eager code."""
 
@@ -79,7 +84,7 @@ class ScriptCompiler:
         # The last line that a script prints is shown as progress.
         sys.stdout.write(f"trimtab: compiling {name}\n")
         sys.stdout.flush()
-        begin = time.monotonic()
+        begin = time.process_time()
         alarm = _Alarm(self.left_s)
         self._depth += 1
         try:
@@ -87,13 +92,13 @@ class ScriptCompiler:
                 yield
         except CompileTimeout:
             self.assume(
-                f"compiling took longer than {LIMIT_S:g} s; {name} and what follows it are estimated as "
-                "eager code, which takes more memory and more time"
+                f"compiling took more than {LIMIT_S:g} s of processor time; {name} and what follows it are "
+                "estimated as eager code, which takes more memory and more time"
             )
             raise RuntimeError("compiling took too long") from None
         finally:
             self._depth -= 1
-            self.left_s = 0.0 if alarm.has_rung else self.left_s - (time.monotonic() - begin)
+            self.left_s = 0.0 if alarm.has_rung else self.left_s - (time.process_time() - begin)
 
     def note_failure(self, name: str, error: BaseException) -> None:
         """Say in the answer what could not be compiled."""
@@ -108,27 +113,30 @@ class ScriptCompiler:
 
 
 class _Alarm:
-    """Raises CompileTimeout in the thread that enters it, once its time is over."""
+    """Raises CompileTimeout in the thread that enters it, once this process has computed for so long."""
 
     def __init__(self, seconds: float) -> None:
         self.has_rung = False
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
-        self._is_over = False
-        self._timer = threading.Timer(seconds, self._ring)
-        self._timer.daemon = True
+        self._is_over = threading.Event()
+        self._ends_at = time.process_time() + seconds
+        self._waits_until = time.monotonic() + MOST_WAITING * seconds
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> None:
-        self._timer.start()
+        self._watcher.start()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._is_over = True
-        self._timer.cancel()
+            self._is_over.set()
 
-    def _ring(self) -> None:
+    def _watch(self) -> None:
+        while (left := min(self._ends_at - time.process_time(), self._waits_until - time.monotonic())) > 0:
+            if self._is_over.wait(max(left, PAUSE_S)):
+                return
         with self._lock:
-            if not self._is_over:
+            if not self._is_over.is_set():
                 self.has_rung = True
                 number = ctypes.c_ulong(self._thread)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(CompileTimeout))

@@ -83,10 +83,10 @@ def _is_library(file: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _short_path(file: str) -> str:
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except ValueError:
-        return file
+    """Return a path from this folder on, else from the folder that Python imports it from."""
+    path = Path(file)
+    folders = [Path.cwd(), *sorted(map(Path, filter(None, sys.path)), key=lambda folder: -len(folder.parts))]
+    return str(next((path.relative_to(folder) for folder in folders if path.is_relative_to(folder)), path))
 
 
 @dataclass(frozen=True)
