@@ -33,7 +33,8 @@ def _patch_tensor_of_scalars() -> None:
 
     @functools.wraps(original)
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(data, list | tuple) and any(isinstance(value, FakeTensor) for value in data):
+        # Lists of tokens are long: Python's own functions look through them.
+        if isinstance(data, list | tuple) and FakeTensor in set(map(type, data)):
             data = [
                 make_real(value, None).tolist() if isinstance(value, FakeTensor) else value for value in data
             ]
