@@ -189,6 +189,24 @@ def test_torchrun(line: str, processes: int, nodes: int) -> None:
     assert any("1:4" in note for note in command.notes) == ("1:4" in line)
 
 
+@pytest.mark.parametrize(
+    ("line", "arguments"),
+    [
+        ("torchrun --nproc-per-node 8 -m pkg.train -- --x 1", ("--x", "1")),
+        ("torchrun train.py -- --x -- y", ("--x", "--", "y")),
+        ("torchrun -- train.py -- --x", ("--", "--x")),
+        ("torchrun train.py --x -- y", ("--x", "--", "y")),
+        ("accelerate launch train.py -- --x", ("--x",)),
+        ("python train.py -- --x", ("--", "--x")),
+    ],
+)
+def test_two_dashes_behind_the_script_are_the_launchers(line: str, arguments: tuple[str, ...]) -> None:
+    command = parse(line)
+    assert command.arguments == arguments
+    # What the user types again keeps its two dashes.
+    assert format_command(with_arguments(command, (*arguments, "--y"))) == f"{line} --y"
+
+
 def test_torchrun_with_a_module_and_with_gpus_counted_later() -> None:
     command = parse("torchrun --nproc-per-node gpu -m pkg.train --x")
     assert (command.target, command.is_module, command.arguments) == ("pkg.train", True, ("--x",))

@@ -92,7 +92,11 @@ def read_options(
                 found.notes.append(f"{launcher} {name}: trimtab does not know this option, and ignores it")
         found.values[name] = value
         found.typed.append((name, tuple(words[len(words) - before : len(words) - len(rest)])))
-    found.words, found.rest = tuple(words[: len(words) - len(rest)]), tuple(rest)
+    found.words = tuple(words[: len(words) - len(rest)])
+    if "--" not in found.words and rest[1:2] == ["--"]:
+        # argparse takes the first of them for its own, also behind the script: `-m train -- --epochs 3`.
+        del rest[1]
+    found.rest = tuple(rest)
     return found
 
 
