@@ -137,6 +137,104 @@ def test_rank_0_of_several_processes_is_followed(follow: Callable[..., ScriptEst
     assert max(work.dims[0] for work in works if work.op == WRAPPED) > 1
 
 
+OWN_SENDING = (
+    MODEL
+    + """
+import sys
+import torch.distributed as dist
+dist.init_process_group("nccl")
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+where = sys.argv[1]
+
+def send(parameter):
+    dist.all_reduce(parameter.grad)
+
+if where == "hook":
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+for step in range(3):
+    out = net(torch.randint(0, 1000, (16, 64), device="cuda"))
+    loss = out.square().mean()
+    loss.backward()
+    if where == "shards":
+        for parameter in net.parameters():
+            shard = torch.empty(parameter.numel() // 2, device="cuda")
+            dist.reduce_scatter_tensor(shard, parameter.grad.flatten())
+    dist.all_reduce(loss.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    if where == "metrics":
+        dist.all_reduce(torch.zeros(10, device="cuda"))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "function"), [("hook", "all_reduce"), ("shards", "reduce_scatter_tensor"), ("metrics", "")]
+)
+def test_ranks_whose_gradients_the_script_adds_up_are_counted(
+    where: str, function: str, follow: Callable[..., ScriptEstimate]
+) -> None:
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    found = follow(*launch, "train.py", where, on="2xH100", script=OWN_SENDING)
+    notes = [note for note in found.estimate.assumptions if "adds up the gradients" in note]
+    assert facts_of(found).get("strategy", "single") == ("ddp" if function else "single")
+    assert found.setting.global_batch == (32 if function else 16)
+    if function:
+        assert f"with torch.distributed.{function} (train.py:" in notes[0]
+        assert found.estimate.step_time is not None
+        assert found.estimate.step_time.communication_s > 0
+    else:
+        assert not notes
+
+
+EIGHT_BITS = """
+import torch
+from torch import nn
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return multiply(x, weight.t())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return multiply(gradient, weight), multiply(gradient.t(), x)
+
+def multiply(left, right):
+    one = torch.ones((), device="cuda")
+    narrow = left.contiguous().to(torch.float8_e4m3fn), right.t().contiguous().to(torch.float8_e4m3fn).t()
+    return torch._scaled_mm(*narrow, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+weight = nn.Parameter(torch.randn(1024, 1024, device="cuda", dtype=torch.float32))
+head = nn.Linear(1024, 64, device="cuda")
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.head = weight, head
+    def forward(self, x):
+        return self.head(Product.apply(x.bfloat16(), self.weight.bfloat16()).float())
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    net(torch.randn(512, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_layers_that_multiply_in_8_bits_are_named(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow("train.py", script=EIGHT_BITS)
+    (fact,) = [fact for fact in found.script.found if fact.name == "precision"]
+    assert fact.value == "fp8-tensorwise"
+    assert "% of the arithmetic is in 8 bits, by casts of its own" in fact.where
+
+
 def test_more_processes_than_gpus_are_refused(follow: Callable[..., ScriptEstimate]) -> None:
     with pytest.raises(WrongUse, match="it starts 2 processes, and --on names 1 GPU"):
         follow("-m", "torch.distributed.run", "--nproc-per-node", "2", "ddp.py", on="H100")

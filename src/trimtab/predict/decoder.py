@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from trimtab.predict.op_time import CUDNN
 from trimtab.spec import DecoderShape, Work
-from trimtab.spec.precision import DTYPE_BYTES
+from trimtab.spec.precision import BY_ROW, DTYPE_BYTES, SCALED_PRODUCT
 
 FLASH = "flash-attention"
 STORED_KINDS = ("matrix", "attention")
@@ -193,7 +193,7 @@ def _list_float8_linear(
     weights are cast once for all micro-batches.
     """
     rows, columns, inner = sizes
-    small = _Operations("float8_e4m3fn", "aten::_scaled_mm" + " by row" * (scales is Float8.ROW))
+    small = _Operations("float8_e4m3fn", SCALED_PRODUCT + BY_ROW * (scales is Float8.ROW))
 
     def cast(count: int, last: int) -> list[Work]:
         written = count // make.bytes

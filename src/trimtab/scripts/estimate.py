@@ -31,6 +31,7 @@ from trimtab.spec import (
     Strategy,
     Verdict,
 )
+from trimtab.spec.precision import BY_ROW, ROWWISE, SCALED_PRODUCT, TENSORWISE, ProductsFormat
 from trimtab.strategies import STRATEGIES, usual_strategy
 from trimtab.units import format_bytes
 
@@ -250,19 +251,31 @@ def describe_setting(
 
 
 def _read_own_casts(fact: ScriptFact | None, trace: Trace | None) -> ScriptFact | None:
-    """Return the precision of a script that casts in its own layers: most of its products are in 16 bits."""
-    if fact is None or trace is None or Precision(fact.value).dtypes.is_narrow:
+    """Return the precision of a script whose layers cast themselves: to 16 bits, or to 8 for products."""
+    if fact is None or trace is None:
         return None
-    flops: Counter[str] = Counter()
+    flops, scaled = Counter[str](), Counter[ProductsFormat]()
     for number in trace.sequence:
         work = trace.works[number]
         flops[work.dtype] += work.flops
-    dtype, most = max(flops.items(), key=lambda item: item[1], default=("", 0))
-    narrow = next((precision for precision in Precision if precision.dtypes.autocast == dtype), None)
-    if narrow is None or 2 * most <= flops.total():
+        if work.op.startswith(SCALED_PRODUCT):
+            scaled[ROWWISE if work.op.endswith(BY_ROW) else TENSORWISE] += work.flops
+    found, total, shares = Precision(fact.value), flops.total(), []
+    if not found.dtypes.is_narrow:
+        narrow = max(Precision.BF16, Precision.FP16, key=lambda precision: flops[precision.dtypes.compute])
+        share = flops[narrow.dtypes.compute]
+        # Layers that multiply in 8 bits take and return 16.
+        if 2 * (share + scaled.total()) > total:
+            found = narrow
+            shares.append(f"{share / total:.0%} of the arithmetic is in torch.{narrow.dtypes.compute}")
+    if 2 * scaled.total() > total:
+        dtypes = found.dtypes.replace(products_format=scaled.most_common(1)[0][0])
+        found = next((precision for precision in Precision if precision.dtypes == dtypes), found)
+    if scaled:
+        shares.append(f"{scaled.total() / total:.0%} of the arithmetic is in 8 bits")
+    if not shares:
         return None
-    share = f"{most / flops.total():.0%} of the arithmetic is in torch.{dtype}"
-    return fact.replace(value=narrow.value, where=f"{fact.where}; {share}, by casts of its own")
+    return fact.replace(value=found.value, where=f"{fact.where}; {', '.join(shares)}, by casts of its own")
 
 
 PREFETCHED = 2

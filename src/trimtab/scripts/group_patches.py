@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.errors import CannotFollow
 from trimtab.scripts.moved_parameters import apply_to_module
@@ -71,9 +71,44 @@ def patch_groups(observer: Observer, world_size: int) -> None:
     put(torch.multiprocessing, "spawn", spawn)
     _patch_sharding(observer)
     _refuse_remote_calls()
+    _watch_own_collectives(observer)
     FollowedDataParallel.observer = observer
     for place in (torch.nn.parallel, torch.nn.parallel.distributed):
         put(place, "DistributedDataParallel", FollowedDataParallel)
+
+
+REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+"""Functions of torch.distributed that add up what the ranks have."""
+LEAST_GRADIENT_BYTES = MIB
+"""Less than this is a loss, a norm or a metric."""
+
+
+def _watch_own_collectives(observer: Observer) -> None:
+    """Note that a script adds up the gradients of its ranks itself, where neither DDP nor FSDP does."""
+    sent_bytes = 0
+
+    def watch(name: str) -> None:
+        original = getattr(dist, name)
+
+        @functools.wraps(original)
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            nonlocal sent_bytes
+            sent = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if "strategy" not in observer.facts and observer.sends_gradients(sent):
+                sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in sent)
+                if sent_bytes >= LEAST_GRADIENT_BYTES:
+                    observer.learn("strategy", "ddp", f"torch.distributed.{name}")
+                    observer.notes[
+                        "the script adds up the gradients of its ranks itself, with "
+                        f"torch.distributed.{name} ({find_script_line()}): in the step time they are sent "
+                        "as by DistributedDataParallel"
+                    ] = None
+            return original(*args, **kwargs)
+
+        put(dist, name, reduce)
+
+    for name in REDUCING:
+        watch(name)
 
 
 def _patch_sharding(observer: Observer) -> None:

@@ -452,6 +452,17 @@ class Observer:
         marks = self.recorder.marks
         return "step0" in marks and len(self.recorder.order) > marks["step0"]
 
+    def sends_gradients(self, sent: list[Any]) -> bool:
+        """Return whether tensors that ranks add up are gradients: after the backward pass, they are.
+
+        In it, a hook may send a gradient; a layer that is split over ranks sends activations.
+        """
+        if not self._backward_depth:
+            return self._has_backward and not self._depth
+        groups = (group for optimizer in self.made_optimizers for group in optimizer.param_groups)
+        gradients = {id(parameter.grad) for group in groups for parameter in group["params"]}
+        return any(id(tensor) in gradients for tensor in sent)
+
     # Steps
 
     def begin_backward(self) -> None:

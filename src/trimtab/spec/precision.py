@@ -145,6 +145,8 @@ class Dtypes(Noun, frozen=True, kw_only=True):
         return stored and self.products_format is None
 
 
+SCALED_PRODUCT, BY_ROW = "aten::_scaled_mm", " by row"
+"""The operation that multiplies in 8 bits, and what follows its name in traces if it has a scale per row."""
 TENSORWISE = ProductsFormat(too_small=((1024, 4096),))
 """One scale per matrix. Layers that do not gain are those that torchao publishes, measured on H100."""
 ROWWISE = ProductsFormat(

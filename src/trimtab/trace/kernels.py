@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trimtab.catalog.devices import parse_capability
+from trimtab.spec.precision import SCALED_PRODUCT
 from trimtab.trace import attention, convolution, fake_ops, packed_attention, recurrent, workspaces
 from trimtab.trace.common_devices import casts_last_argument_first, note_special_fact
 from trimtab.trace.data_dependent import ValueTracker, patch_value_reads
@@ -163,7 +164,7 @@ def _choose_dtype(values: Sequence[Any], policy: str) -> torch.dtype:
     return torch.float32 if has_fp32 else lower
 
 
-SCALED_PRODUCT, BLOCK_PRODUCT = "aten::_scaled_mm", "trimtab::product_blocks"
+BLOCK_PRODUCT = "trimtab::product_blocks"
 MATRIX_OPS = {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", SCALED_PRODUCT,
     BLOCK_PRODUCT,

@@ -19,6 +19,7 @@ from trimtab.engine.expert_parallel import ExpertGroup
 from trimtab.engine.precision import dtype_name
 from trimtab.engine.sync_norm import SharedStatistics
 from trimtab.spec import Work
+from trimtab.spec.precision import BY_ROW, SCALED_PRODUCT
 from trimtab.spec.trace import (
     BATCH_NORMS,
     BROADCAST,
@@ -728,7 +729,7 @@ def _describe_scaled(name: str, args: tuple[Any, ...], out: Any) -> Work:
     left, right, scale = args[0], args[1], args[2]
     rows, inner, columns = left.shape[0], left.shape[1], right.shape[1]
     return Work(
-        op=name if scale.numel() == 1 else f"{name} by row",
+        op=name if scale.numel() == 1 else name + BY_ROW,
         kind="matrix",
         dtype=dtype_name(left.dtype),
         flops=2 * rows * columns * inner,
@@ -743,7 +744,7 @@ def _describe_blocks(_: str, args: tuple[Any, ...], out: Any) -> Work:
     left, left_scales, right, right_scales = args[:4]
     rows, inner, columns = left.shape[0], left.shape[1], right.shape[0]
     return Work(
-        op="aten::_scaled_mm by row",
+        op=SCALED_PRODUCT + BY_ROW,
         kind="matrix",
         dtype=dtype_name(left.dtype),
         flops=2 * rows * columns * inner,
