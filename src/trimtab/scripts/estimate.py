@@ -272,7 +272,8 @@ def _read_own_casts(fact: ScriptFact | None, trace: Trace | None) -> ScriptFact 
         dtypes = found.dtypes.replace(products_format=scaled.most_common(1)[0][0])
         found = next((precision for precision in Precision if precision.dtypes == dtypes), found)
     if scaled:
-        shares.append(f"{scaled.total() / total:.0%} of the arithmetic is in 8 bits")
+        of = "" if shares else " of the arithmetic is"
+        shares.append(f"{scaled.total() / total:.0%}{of} in 8 bits")
     if not shares:
         return None
     return fact.replace(value=found.value, where=f"{fact.where}; {', '.join(shares)}, by casts of its own")
