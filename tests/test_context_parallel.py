@@ -41,6 +41,8 @@ from worlds import Drill, everywhere, free_port, measure_gap, together, world_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.xdist_group("context parallel")  # its fixture is made once
+
 TOLERANCE = 1e-10
 LLAMA: dict[str, Any] = {
     "hidden_size": 32,

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Incident
 
+pytestmark = pytest.mark.xdist_group("in backward")  # its fixture is made once
+
 IN_BACKWARD = Setting(micro_batch=4, global_batch=4, optimizer_in_backward=True)
 
 

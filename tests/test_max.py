@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.xdist_group("max")  # its fixture is made once
+
 CAPACITY = 10**9
 
 

@@ -40,6 +40,8 @@ from trimtab.predict.memory import estimate_memory
 from trimtab.spec import Trace
 from trimtab.trace.tracer import trace_settings
 
+pytestmark = pytest.mark.xdist_group("outside")  # its fixture is made once
+
 
 @pytest.fixture(scope="module")
 def result() -> OutsideResult:

@@ -12,6 +12,8 @@ from trimtab.spec import Precision, Recompute, Setting, Trace
 from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
 
+pytestmark = pytest.mark.xdist_group("recompute dial")  # its fixture is made once
+
 PARTIAL = [way for way in Recompute if way.way.is_partial]
 JOB = """
 import torch

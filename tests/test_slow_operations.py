@@ -16,6 +16,8 @@ from trimtab.spec import Work
 from trimtab.spec.trace import CHANNELS_LAST, PERMUTED, SLICED
 from trimtab.trace.op_cost import MIXED_LAYOUT
 
+pytestmark = pytest.mark.xdist_group("slow operations")  # its fixture is made once
+
 DESCRIBE = """
 import json
 import trimtab

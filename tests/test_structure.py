@@ -12,6 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from types import ModuleType
 
+pytestmark = pytest.mark.xdist_group("structure")  # its fixture is made once
+
 ROOT = Path(__file__).parent.parent
 
 

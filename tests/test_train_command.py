@@ -25,6 +25,8 @@ from trimtab.training.checkpoints import CheckpointManager
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.xdist_group("train command")  # its fixture is made once
+
 JOB = """
 import torch
 from torch.utils.data import TensorDataset

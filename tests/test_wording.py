@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import re
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from bench import manual, prose
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "trimtab"
@@ -113,11 +110,14 @@ def test_no_help_text_uses_a_banned_word() -> None:
         assert banned_words(" ".join(texts)) == [], name
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    """Yield every module of the package, with its path below src/trimtab."""
-    for file in sorted(SOURCE.rglob("*.py")):
-        if file != JOBS_AS_USERS_WRITE_THEM:
-            yield str(file.relative_to(SOURCE)), ast.parse(file.read_text(encoding="utf-8"))
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
+    """Return every module of the package, with its path below src/trimtab."""
+    return [
+        (str(file.relative_to(SOURCE)), ast.parse(file.read_text(encoding="utf-8")))
+        for file in sorted(SOURCE.rglob("*.py"))
+        if file != JOBS_AS_USERS_WRITE_THEM
+    ]
 
 
 def docstrings(module: ast.Module) -> list[str]:
