@@ -229,6 +229,46 @@ for step in range(3):
 """
 
 
+OWN_CUDA = (
+    MODEL
+    + """
+SOURCE = '''
+extern "C" __global__ void scale(const float* __restrict__ x, float* out, float by, int count) { }
+'''
+scale = torch.cuda._compile_kernel(SOURCE, "scale", compute_capability="90")
+scale.set_shared_memory_config(100_000)
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.empty_like(x)
+        scale((x.numel() // 256,), (256,), (x, out, 2.0, x.numel()), shared_mem=100_000)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    Scale.apply(net(torch.randint(0, 1000, (16, 64), device="cuda"))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
+
+def test_a_cuda_kernel_that_the_script_compiles_is_counted_by_its_tensors(
+    follow: Callable[..., ScriptEstimate],
+) -> None:
+    found = follow("train.py", script=OWN_CUDA)
+    works = [found.trace.works[number] for number in found.trace.sequence]
+    (launch,) = [work for work in works if work.op == "cuda::scale"]
+    assert (launch.read_bytes, launch.write_bytes) == (2 * 4 * 16 * 64 * 1000, 4 * 16 * 64 * 1000)
+    assert any("CUDA kernels that the code compiles itself" in note for note in found.estimate.assumptions)
+
+
 def test_layers_that_multiply_in_8_bits_are_named(follow: Callable[..., ScriptEstimate]) -> None:
     found = follow("train.py", script=EIGHT_BITS)
     (fact,) = [fact for fact in found.script.found if fact.name == "precision"]

@@ -30,6 +30,7 @@ from trimtab.scripts.observer import TRAINS, Observer, find_script_line, put
 from trimtab.scripts.operation_patches import patch_operations
 from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
+from trimtab.trace.cuda_kernels import patch_cuda_kernels
 from trimtab.trace.fake_cuda import hide_fake_tensors
 from trimtab.trace.triton_kernels import patch_triton
 
@@ -59,6 +60,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     _patch_checkpointing(observer)
     patch_files(observer, fake_mode)
     patch_triton(lambda: observer.recorder)
+    patch_cuda_kernels(lambda: observer.recorder)
     hide_fake_tensors()
     patch_generation(observer)
     patch_bitsandbytes(observer, fake_mode)

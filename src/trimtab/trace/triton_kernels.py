@@ -71,27 +71,33 @@ def record_launch(
 ) -> None:
     """Record the work of a launch, and forget the values of tensors that the kernel stores to."""
     given = dict(zip(names, args, strict=False)) | kwargs
-    tensors = {
-        name: value
-        for name, value in given.items()
-        if isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
-    }
+    tensors = {name: value for name, value in given.items() if is_on_gpu(value)}
     if not tensors or recorder.paused:
         return
     uses = find_pointer_uses(function)
     read = [tensor for name, tensor in tensors.items() if uses is None or name in uses.loaded]
     written = [tensor for name, tensor in tensors.items() if uses is None or name in uses.stored]
-    for tensor in written:
-        for attribute in VALUE_ATTRIBUTES:
-            tensor.__dict__.pop(attribute, None)
     recorder.kernels.assume(LAUNCH_NOTE)
     if uses is not None and uses.multiplies:
         recorder.kernels.assume(PRODUCT_NOTE.format(name=function.__name__))
-    if recorder.records_work:
-        largest = max(tensors.values(), key=count_bytes)
+    record_kernel(recorder, f"{TRITON}::{getattr(function, '__name__', 'kernel')}", read, written)
+
+
+def is_on_gpu(value: Any) -> bool:
+    """Return whether a value is a tensor on the fake device."""
+    return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
+
+
+def record_kernel(recorder: Recorder, op: str, read: Sequence[Any], written: Sequence[Any]) -> None:
+    """Record a kernel that reads and writes tensors in full; forget the values of those it writes."""
+    for tensor in written:
+        for attribute in VALUE_ATTRIBUTES:
+            tensor.__dict__.pop(attribute, None)
+    if recorder.records_work and (read or written):
+        largest = max((*read, *written), key=count_bytes)
         recorder.add_work(
             Work(
-                op=f"{TRITON}::{getattr(function, '__name__', 'kernel')}",
+                op=op,
                 kind="pointwise",
                 dtype=dtype_name(largest.dtype),
                 read_bytes=sum(map(count_bytes, read)),

@@ -100,6 +100,7 @@ def seed_random_numbers() -> None:
 def prepare_job(requests: TraceRequests) -> Any:
     """Install the fake device and load the job; then import what every trace needs."""
     from trimtab.trace.block_masks import find_recorder
+    from trimtab.trace.cuda_kernels import patch_cuda_kernels
     from trimtab.trace.fake_cuda import install_fake_cuda
     from trimtab.trace.flash_attn_package import stand_in_for_flash_attn
     from trimtab.trace.flex_attention import patch_flex_attention
@@ -112,6 +113,7 @@ def prepare_job(requests: TraceRequests) -> Any:
     stand_in_for_flash_attn()
     stand_in_for_hub_kernels()
     patch_triton(find_recorder)
+    patch_cuda_kernels(find_recorder)
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
     seed_random_numbers()
     job = load_job(requests.job, requests.overrides)
