@@ -106,6 +106,24 @@ class Dropping(Job):
         return net
 
 
+class Packaged(Job):
+    # The package flash_attn registers operators, which split no graph.
+    def model(self):
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+        class Attend(Block):
+            def forward(self, x):
+                y = self.norm(x).bfloat16().unflatten(-1, (4, 64))
+                ends = torch.arange(0, y.shape[0] * 128 + 1, 128, dtype=torch.int32, device=x.device)
+                z = flash_attn_varlen_func(*[y.flatten(0, 1)] * 3, ends, ends, 128, 128, causal=True)
+                y = flash_attn_func(y, y, y, causal=True) + z.unflatten(0, y.shape[:2])
+                return super().forward(x + y.flatten(-2))
+
+        net = Net()
+        net.blocks = nn.ModuleList(Attend() for _ in range(2))
+        return net
+
+
 class Broken(Job):
     # A number read from the device ends the graph; the rest is another one.
     def model(self):
@@ -289,6 +307,15 @@ def test_flex_attention_is_a_part_of_the_compiled_model() -> None:
     share = 7 / 16
     (attention,) = [work for work in trace.works if work.op == "trimtab::flex_attention"]
     assert attention.flops == pytest.approx(share * 4 * 4 * 512**2 * 64 * 4, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_package_flash_attn_does_not_split_compiled_code() -> None:
+    setting = Setting(micro_batch=4, global_batch=4, precision=Precision.BF16, compile=True)
+    trace = trace_setting(TraceRequest(job=shared_job(JOB, "Packaged"), setting=setting, device=h200()))
+    counts = Counter(trace.works[number].op for number in trace.sequence)
+    assert counts[GRAPH_ENTER] == 2
+    assert counts["aten::_flash_attention_forward"] == counts["aten::_flash_attention_backward"] == 4
 
 
 @pytest.mark.slow

@@ -425,7 +425,12 @@ def allocate_separately() -> None:
         set_attributes(inductor_config, allow_buffer_reuse=False)
 
 
-FOLLOWED_MODULES = {"trimtab.trace.flex_attention", "trimtab.trace.followed_functions"}
+FOLLOWED_MODULES = {
+    "trimtab.trace.flash_attn_package",
+    "trimtab.trace.flex_attention",
+    "trimtab.trace.followed_functions",
+    "trimtab.trace.hub_kernels",
+}
 """Modules of this package whose Python code the compiler follows."""
 
 
