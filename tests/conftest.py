@@ -71,20 +71,28 @@ def own_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_torch_flags() -> Iterator[None]:
-    """Undo what a test changes in torch for the whole process: a step in fp32 turns TF32 off, for example."""
-    before = read_torch_flags()
+    """Undo what a test changes in torch for the whole process: a step in fp32 turns TF32 off, for example.
+
+    Undo before it, too, what a fixture of a module has changed, which runs before this one.
+    """
+    reset_torch_flags()
     yield
+    reset_torch_flags()
+
+
+TORCH_DEFAULTS = (False, True, False, False, False, "float32")
+
+
+def reset_torch_flags() -> None:
+    """Set the flags of `TORCH_DEFAULTS`, if torch is loaded."""
     torch = sys.modules.get("torch")
-    if torch is None or read_torch_flags() == before:
+    if torch is None or read_torch_flags() == TORCH_DEFAULTS:
         return
-    flags = before or TORCH_DEFAULTS
+    flags: Any = TORCH_DEFAULTS
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags[:2]
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = flags[2:4]
     torch.use_deterministic_algorithms(flags[4])
     torch.set_default_dtype(getattr(torch, flags[5]))
-
-
-TORCH_DEFAULTS = (False, True, False, False, False, "float32")
 
 
 def read_torch_flags() -> tuple[Any, ...] | None:
