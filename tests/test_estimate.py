@@ -229,6 +229,8 @@ def test_what_depends_on_values_is_assumed_and_listed() -> None:
         (("return nn.functional.cross", "return 1.0; nn.functional.cross"), "a float"),
         (("nn.functional.cross_entropy(model", "model(batch[0]);(lambda *a: 0)(model"), "tensor of shape"),
         (("torch.randn(size, 128, 256)", "torch.randn(size, 128, 250)"), r"RuntimeError: .*job.py"),
+        (("model(batch[0])", "model(batch[0] + torch.ones(256))"), r"cuda:0 and cpu.*line 39.*device="),
+        (("return torch.randn", "torch.randn"), r"batch\(8\): it returned None"),
     ],
 )  # fmt: skip
 def test_a_job_that_fails_is_told_where(change: tuple[str, str], found: str) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import trimtab
 from trimtab.catalog.clusters import parse_cluster
@@ -109,6 +110,20 @@ def test_a_job_that_was_traced_as_it_is_is_not_run_on_the_cpu(
         assert error.found == "mm has no rule"
         assert "The job itself is fine" in error.cure
         assert ran == runs
+
+
+def test_a_batch_of_another_size_than_requested_is_noticed() -> None:
+    has_samples = worker._has_samples  # noqa: SLF001 - a trace for each batch would take seconds
+    rows = torch.zeros(8, 2)
+    for batch in (
+        rows,
+        {"x": rows, "y": rows[0]},
+        [rows[0]] * 8,
+        {"texts": ["a"] * 8, "x": rows.T},
+        "no tensor",
+    ):
+        assert has_samples(batch, 8)
+    assert not has_samples({"x": rows, "y": rows.T}, 4)
 
 
 def test_ways_to_fit_that_a_strategy_refuses_are_not_traced() -> None:

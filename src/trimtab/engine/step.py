@@ -677,7 +677,7 @@ def check_loss(loss: Any) -> None:
     """Raise JobFailed if the loss is not a scalar tensor with a gradient."""
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
         if not isinstance(loss, torch.Tensor):
-            found = f"it returned a {type(loss).__name__}"
+            found = "it returned None" if loss is None else f"it returned a {type(loss).__name__}"
         elif loss.dim():
             found = f"it returned a tensor of shape {tuple(loss.shape)}"
         else:

@@ -616,6 +616,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[
     # The longest batch gives the memory, and the usual one the time.
     longest = has_longest(job)
     batch = _make_batch(job, setting, longest=longest)
+    _note_other_size(recorder.kernels, batch, setting)
     if forward:
         recorder.mark_phase("step0", "activations")
         with _blame_member("loss()"):
@@ -730,13 +731,38 @@ def _run_drawn_steps(built: _BuiltModel, state: Any, batch: Any) -> None:
     built.recorder.kernels.assume(DRAWN_NOTE)
 
 
+OTHER_SIZE = "batch(size) returned no tensor with `size` rows: it is taken to be `size` samples"
+"""Assumption about a batch that does not have the requested size, as far as its shapes tell."""
+
+
+def _note_other_size(kernels: Any, batch: Any, setting: Setting) -> None:
+    """Note that a batch does not have the requested size; one with a part of each sequence is left out."""
+    if setting.mesh.cp == 1 and not _has_samples(batch, setting.micro_batch):
+        kernels.assume(OTHER_SIZE)
+
+
+def _has_samples(batch: Any, samples: int) -> bool:
+    """Return whether a tensor, list or tuple of a batch has that many entries, or it has no tensor."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    lists = [batch, *(batch.values() if isinstance(batch, dict) else ())]
+    sizes = [len(item) for item in lists if isinstance(item, list | tuple)]
+    return not shapes or samples in (*sizes, *(shape[0] for shape in shapes))
+
+
 def _make_batch(job: Any, setting: Setting, *, longest: bool) -> Any:
     """Return a micro-batch of batch() or longest() on the fake device."""
     from trimtab.engine import step as steps
 
     seed_random_numbers()
-    with _blame_member(f"{'longest' if longest else 'batch'}({setting.micro_batch})"):
-        return steps.make_batch(job, setting, "cuda", longest=longest)
+    member = f"{'longest' if longest else 'batch'}({setting.micro_batch})"
+    with _blame_member(member):
+        batch = steps.make_batch(job, setting, "cuda", longest=longest)
+    if batch is None:
+        raise JobFailed(member, found="it returned None", cure="Return the tensors of so many samples.")
+    return batch
 
 
 def _record_usual_step(built: _BuiltModel, state: Any) -> None:
@@ -882,6 +908,8 @@ def _blame_member(member: str) -> Any:
         if REFUSES_AUTOCAST in str(inner):
             cure = "Use --precision tf32 or fp32, or a loss of logits, which autocast allows."
             raise job_error(member, inner, cure) from error
+        if type(inner).__name__ == MIXED_DEVICES:
+            raise _mixed_devices_error(member, inner) from error
         if inner is not error:
             cure = "Leave compiling out; if it works on a GPU, this is a bug in trimtab: please report it."
             raise tracing_error(f"torch.compile in {member}", inner, cure) from error
@@ -892,6 +920,19 @@ def _blame_member(member: str) -> Any:
         raise tracing_error(member, inner, cure) from error
 
 
+def _mixed_devices_error(member: str, error: Exception) -> TrimtabError:
+    """Return the error for an operation on tensors of the GPU and of the CPU: a GPU refuses it too."""
+    return job_error(
+        member,
+        error,
+        "On a GPU, that line needs all its tensors on the GPU. Make new ones there, as in torch.zeros(10, "
+        "device=x.device), and register constants of the model as buffers. If the line works on a GPU, this "
+        "is a bug in trimtab: please report it.",
+    )
+
+
+MIXED_DEVICES = "FakeTensorDeviceMismatchError"
+"""Class of torch's error for an operation on tensors of several devices."""
 REFUSES_AUTOCAST = "unsafe to autocast"
 """Part of torch's error for a loss that may not run in half precision."""
 
