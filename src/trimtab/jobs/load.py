@@ -276,7 +276,9 @@ def _explain_release(error: Exception) -> str:
 
 def _describe_error(error: BaseException) -> str:
     """Return the class of an error and the first line of its message."""
-    text = str(error).strip().split("\n")[0][:300] or "no message"
+    # The message of a syntax error without its file and line: describe_location() gives them.
+    message = (error.msg if isinstance(error, SyntaxError) else "") or str(error)
+    text = message.strip().split("\n")[0][:300] or "no message"
     return f"{type(error).__name__}: {text}"
 
 
