@@ -224,7 +224,7 @@ def test_what_depends_on_values_is_assumed_and_listed() -> None:
         (("return Net()", "return 3"), "it returned a int"),
         (("return Net()", "return Nett()"), r"NameError: .*job.py, line 33"),
         (("import torch\n", "import torch, absent_package\n"), "needs the package 'absent_package'"),
-        (("import torch\n", "import torch (\n"), r"SyntaxError.*line 2"),
+        (("import torch\n", "import torch (\n"), r"SyntaxError: (?!.*\(job).*, line 2"),
         ((".flatten(0, 1), batch[1].flatten())", ".flatten(0, 1), batch[1])"), r"job.py, line 39"),
         (("return nn.functional.cross", "return 1.0; nn.functional.cross"), "a float"),
         (("nn.functional.cross_entropy(model", "model(batch[0]);(lambda *a: 0)(model"), "tensor of shape"),
