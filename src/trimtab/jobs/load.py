@@ -146,7 +146,8 @@ def _build_job(job: Any, name: str) -> Any:
     try:
         return job()
     except Exception as error:
-        raise job_error(f"job {name!r}", error, "Make the class work without arguments.") from error
+        cure = "Give every argument of __init__ a default; --set NAME=VALUE changes attributes of the job."
+        raise job_error(f"job {name!r}", error, cure) from error
 
 
 def check_job(job: Any, name: str) -> Any:
