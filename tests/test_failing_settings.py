@@ -1,6 +1,9 @@
 """Jobs whose steps fail in some settings only: a plan goes on without those, and says why."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +127,23 @@ def test_a_batch_of_another_size_than_requested_is_noticed() -> None:
     ):
         assert has_samples(batch, 8)
     assert not has_samples({"x": rows, "y": rows.T}, 4)
+
+
+@pytest.mark.parametrize(("longest", "noted"), [(9, False), (999, True)])
+def test_a_batch_of_random_sizes_is_noticed(longest: int, *, noted: bool) -> None:
+    class Ragged:
+        def batch(self, size: int) -> list[torch.Tensor]:
+            return [
+                torch.zeros(int(torch.randint(9, longest + 1, (), device="cpu")), device="cpu")
+                for _ in range(size)
+            ]
+
+    notes: list[str] = []
+    recorder = SimpleNamespace(discard_changes=nullcontext, kernels=SimpleNamespace(assume=notes.append))
+    request = SimpleNamespace(job="job.py:Ragged", setting=Setting(micro_batch=4, global_batch=4))
+    built: Any = SimpleNamespace(job=Ragged(), recorder=recorder, request=request)
+    worker._note_varying_sizes(built, Ragged().batch(4))  # noqa: SLF001 - no trace of a job
+    assert notes == [worker.VARYING_SIZES] * noted
 
 
 def test_ways_to_fit_that_a_strategy_refuses_are_not_traced() -> None:
