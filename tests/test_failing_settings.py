@@ -1,8 +1,12 @@
 """Jobs whose steps fail in some settings only: a plan goes on without those, and says why."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import trimtab
 from trimtab.catalog.clusters import parse_cluster
@@ -109,6 +113,37 @@ def test_a_job_that_was_traced_as_it_is_is_not_run_on_the_cpu(
         assert error.found == "mm has no rule"
         assert "The job itself is fine" in error.cure
         assert ran == runs
+
+
+def test_a_batch_of_another_size_than_requested_is_noticed() -> None:
+    has_samples = worker._has_samples  # noqa: SLF001 - a trace for each batch would take seconds
+    rows = torch.zeros(8, 2)
+    for batch in (
+        rows,
+        {"x": rows, "y": rows[0]},
+        [rows[0]] * 8,
+        {"texts": ["a"] * 8, "x": rows.T},
+        "no tensor",
+    ):
+        assert has_samples(batch, 8)
+    assert not has_samples({"x": rows, "y": rows.T}, 4)
+
+
+@pytest.mark.parametrize(("longest", "noted"), [(9, False), (999, True)])
+def test_a_batch_of_random_sizes_is_noticed(longest: int, *, noted: bool) -> None:
+    class Ragged:
+        def batch(self, size: int) -> list[torch.Tensor]:
+            return [
+                torch.zeros(int(torch.randint(9, longest + 1, (), device="cpu")), device="cpu")
+                for _ in range(size)
+            ]
+
+    notes: list[str] = []
+    recorder = SimpleNamespace(discard_changes=nullcontext, kernels=SimpleNamespace(assume=notes.append))
+    request = SimpleNamespace(job="job.py:Ragged", setting=Setting(micro_batch=4, global_batch=4))
+    built: Any = SimpleNamespace(job=Ragged(), recorder=recorder, request=request)
+    worker._note_varying_sizes(built, Ragged().batch(4))  # noqa: SLF001 - no trace of a job
+    assert notes == [worker.VARYING_SIZES] * noted
 
 
 def test_ways_to_fit_that_a_strategy_refuses_are_not_traced() -> None:

@@ -312,7 +312,7 @@ def test_other_jobs_and_mixed_devices_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="no object"):
         trimtab.layouts(f"hf:{tmp_path}", "8xH100")
     (tmp_path / "config.json").write_text('{"hidden_size": 4096}', encoding="utf-8")
-    with pytest.raises(WrongUse, match="does not state the number of layers"):
+    with pytest.raises(WrongUse, match=r"does not state the number of layers, .*, the feed-forward width"):
         trimtab.layouts(f"hf:{tmp_path}", "8xH100")
 
 
@@ -325,8 +325,9 @@ def test_compressed_attention_without_the_sizes_of_its_heads_is_refused() -> Non
 
 
 def test_the_command_prints_a_table_of_80_columns_and_json() -> None:
-    done = run(job("llama-8b"), "--on", "8xH100", "--top", "2")
+    done = run(job("mixtral-small"), "--on", "8xH100", "--top", "2")
     assert done.returncode == 0
+    assert "428M weights" in done.stdout
     assert "tok/s/GPU" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if "hf:" not in line) <= 80
     answer = json.loads(run(job("llama-8b"), "--on", "8xH100", "--top", "2", "--json").stdout)

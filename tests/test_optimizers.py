@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +16,12 @@ from torch.nn import functional
 
 import trimtab
 from shared_jobs import shared_job
+from trimtab.engine.optimizer import make_optimizer
 from trimtab.engine.step import prepare_job
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.jobs.load import load_job
 from trimtab.jobs.optimizers import OptimizerPart, collect_losses, read_optimizers
-from trimtab.spec import Mesh, Precision, Setting, Strategy
+from trimtab.spec import Mesh, OptimizerImplementation, Precision, Setting, Strategy
 from trimtab.training.run import Run
 from worlds import everywhere
 
@@ -358,6 +360,14 @@ def test_optimizers_that_are_none_are_refused(returned: Any, found: str) -> None
     with pytest.raises(JobFailed, match=found) as error:
         read_optimizers(Wrong(), named)
     assert error.value.given == "optimizers()"
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"), [(list, "it returned a list"), (lambda _: None, "returned None")]
+)
+def test_one_optimizer_is_refused_if_it_is_none(returned: Any, found: str) -> None:
+    with pytest.raises(JobFailed, match=rf"^optimizer\(\): .*{found}.*optimizers\(named_parameters\)"):
+        make_optimizer(SimpleNamespace(optimizer=returned), [], OptimizerImplementation.PLAIN)
 
 
 def test_losses_are_listed_once_and_a_job_needs_no_loss_beside_them() -> None:

@@ -18,7 +18,7 @@ from trimtab import render
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import Job
 from trimtab.predict.calibration import shipped_calibrations, write_own_calibration
-from trimtab.spec import Objective, Plan
+from trimtab.spec import Objective, Plan, Rejection
 from trimtab.trace.job_summary import describe_job
 from trimtab.units import GIB
 
@@ -235,6 +235,24 @@ def test_every_part_of_a_plan_is_shown_at_any_width(width: int) -> None:
         # Not "free 88%", which reads as memory.
         assert "unused" in shown
         assert "7 GPUs" in shown
+
+
+def test_the_most_frequent_causes_of_rejection_are_shown_and_like_ones_are_one_row() -> None:
+    plan = planned("4xA100-40GB", Law(static_bytes=2 * GIB), workload())
+    illegal = [row for row in plan.rejected if row.why.startswith("interleaved-1f1b on 4 ranks")]
+    assert [row.count > 1 and "other numbers of micro-batches" in row.why for row in illegal] == [True]
+    rare = [Rejection(why=f"rare cause {number}", count=1) for number in range(render.MOST_REJECTED)]
+    text = io.StringIO()
+    Console(file=text, width=200).print(render.render_plan(plan.replace(rejected=(*rare, *plan.rejected))))
+    assert max(plan.rejected, key=lambda row: row.count).why in text.getvalue()
+
+
+def test_gradients_of_one_size_are_not_compared() -> None:
+    estimate = planned("A100-40GB", Law(static_bytes=2 * GIB), workload()).estimate
+    parts = estimate.parts.replace(gradients=GIB)
+    same = estimate.replace(parts=parts, gradients_bytes=GIB + 1024)
+    assert render.describe_gradients(same) == ""
+    assert "up to 2.0 GiB" in render.describe_gradients(same.replace(gradients_bytes=2 * GIB))
 
 
 @pytest.mark.parametrize("is_cut_short", [True, False])

@@ -10,7 +10,7 @@ from trimtab.catalog.clusters import parse_cluster
 from trimtab.errors import UnknownName
 from trimtab.spec import Setting
 from trimtab.trace.request import TraceRequests
-from trimtab.trace.server import WorkerProcess
+from trimtab.trace.server import WorkerProcess, timeout_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +25,12 @@ def asked(*micro_batches: int, clip: float | None = None, job: str = "slm:tiny")
         Setting(micro_batch=micro_batch, global_batch=micro_batch) for micro_batch in micro_batches
     )
     return TraceRequests(job=job, settings=settings, device=parse_cluster("H100").devices[0], clip=clip)
+
+
+def test_a_job_that_is_slow_to_read_is_not_said_to_take_slow_steps() -> None:
+    error = timeout_error("job job.py:Job", 120.0, only_reads=True)
+    assert "dataset()" in error.found
+    assert "steps" not in str(error)
 
 
 def totals(worker: WorkerProcess, requests: TraceRequests) -> list[int]:

@@ -703,7 +703,8 @@ LAYOUT_COLUMNS = (
 
 def render_layouts(ranking: LayoutRanking) -> RenderableType:
     """Return the fastest layouts as a table, where the best one spends its time, and what was ruled out."""
-    size = f"{ranking.parameters / 1e9:.3g}B"
+    scale, letter = (1e9, "B") if ranking.parameters >= 1e9 else (1e6, "M")  # noqa: PLR2004 - a billion
+    size = f"{format_figure(ranking.parameters / scale)}{letter}"
     heading = (
         f"{ranking.job}: {size} weights, {plural(ranking.global_batch, 'sequence')} of {ranking.sequence} "
         f"tokens a step on {ranking.on}"
@@ -877,6 +878,8 @@ def describe_gradients(estimate: Estimate) -> str:
     if estimate.gradients_bytes is None or estimate.gradients_bytes <= estimate.parts.gradients:
         return ""
     then, most = format_bytes(estimate.parts.gradients), format_bytes(estimate.gradients_bytes)
+    if then == most:
+        return ""
     return f"gradients: {then} at the peak, up to {most} at other times"
 
 
@@ -1492,15 +1495,16 @@ def _format_bool(value: bool | None) -> str | None:
 
 
 def _render_rejected(plan: Plan) -> Table:
-    """Return the causes of rejections with the number of settings of each."""
+    """Return the causes of most rejections in their order, with the number of settings of each."""
     table = _make_words_table("right", "left")
-    listed = plan.rejected
-    for rejection in listed[:MOST_REJECTED]:
+    by_count = sorted(range(len(plan.rejected)), key=lambda place: -plan.rejected[place].count)
+    shown, rest = sorted(by_count[:MOST_REJECTED]), by_count[MOST_REJECTED:]
+    for place in shown:
+        rejection = plan.rejected[place]
         table.add_row(f"{rejection.count:,}", _escape_cell(rejection.why))
-    if len(listed) > MOST_REJECTED:
-        rest = listed[MOST_REJECTED:]
+    if rest:
         table.add_row(
-            f"{sum(rejection.count for rejection in rest):,}",
+            f"{sum(plan.rejected[place].count for place in rest):,}",
             f"for {len(rest)} other causes; --json has them all",
         )
     return table

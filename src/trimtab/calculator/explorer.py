@@ -370,7 +370,7 @@ def list_figures(estimate: Estimate, question: Question) -> list[dict[str, str]]
         "step": no_time if estimate.step_s is None else format_seconds(estimate.step_s),
         "tokens/s": no_time
         if rate is None
-        else "not a text job"
+        else "tokens unknown"
         if length is None
         else format_number(rate * length),
         "samples/s": no_time if rate is None else format_number(rate),

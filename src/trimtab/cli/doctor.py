@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST_CONSEQUENCES = 6
 TO_SEND = (
-    "If the run failed all the same, give the logs of all ranks (torchrun --log-dir LOGS --redirects 3), the "
+    "If the run failed anyway, give the logs of all ranks (torchrun --log-dir LOGS --redirects 3), the "
     "scheduler's output with stderr (slurm-ID.out), or the node's `dmesg -T`: the line with the cause is in "
     "one of them. A message that is not recognised is worth a report, with the twenty lines before it."
 )

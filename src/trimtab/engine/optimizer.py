@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.engine.low_bit_optimizer import LowBitOptimizer, imitate_optimizer
-from trimtab.errors import EnvironmentFault, WrongUse
-from trimtab.jobs.optimizers import has_optimizers, read_optimizers
+from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
+from trimtab.jobs.optimizers import has_optimizers, is_optimizer, read_optimizers
 from trimtab.spec import OptimizerImplementation, OptimizerRule
 
 if TYPE_CHECKING:
@@ -77,6 +77,12 @@ def make_optimizer(job: Any, parameters: list[Any], implementation: OptimizerImp
     """Return the job's optimizer, or AdamW; in the given implementation if the optimizer supports it."""
     own = getattr(job, "optimizer", None)
     built = own(parameters) if own is not None else torch.optim.AdamW(parameters, lr=1e-4)
+    if not is_optimizer(built):
+        raise JobFailed(
+            "optimizer()",
+            found="it returned None" if built is None else f"it returned a {type(built).__name__}",
+            cure="Return one torch.optim.Optimizer. For several, give the job optimizers(named_parameters).",
+        )
     return _use_implementation(built, implementation)
 
 

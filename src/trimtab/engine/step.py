@@ -676,10 +676,13 @@ def update_weights(state: PreparedJob, phase: UpdatePhase, scale: float, clip: f
 def check_loss(loss: Any) -> None:
     """Raise JobFailed if the loss is not a scalar tensor with a gradient."""
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+        cure = "Return a scalar tensor that depends on the model"
         if not isinstance(loss, torch.Tensor):
-            found = f"it returned a {type(loss).__name__}"
+            found = "it returned None" if loss is None else f"it returned a {type(loss).__name__}"
+            cure += ", such as the sum of several losses" * isinstance(loss, dict | list | tuple)
         elif loss.dim():
             found = f"it returned a tensor of shape {tuple(loss.shape)}"
+            cure += ", such as its mean()"
         else:
             found = "it returned a number that does not depend on any parameter"
-        raise JobFailed("loss()", found=found, cure="Return a scalar tensor that depends on the model.")
+        raise JobFailed("loss()", found=found, cure=f"{cure}.")

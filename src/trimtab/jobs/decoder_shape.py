@@ -69,13 +69,14 @@ def describe_decoder_job(job: str, *, sequence: int, global_batch: int) -> Workl
 def make_decoder_shape(config: Mapping[str, Any], name: str) -> DecoderShape:
     """Return the shape that a config states; raise WrongUse where it leaves out what is needed."""
     sizes = read_model_sizes(config)
-    needed = {"layers": sizes.layers, "heads": sizes.heads, "width": sizes.hidden, "vocabulary": sizes.vocab}
-    needed["feed-forward width"] = sizes.expert_intermediate or sizes.intermediate
+    needed = {"the number of layers": sizes.layers, "the number of heads": sizes.heads}
+    needed |= {"the width": sizes.hidden, "the size of the vocabulary": sizes.vocab}
+    needed["the feed-forward width"] = sizes.expert_intermediate or sizes.intermediate
     missing = [word for word, value in needed.items() if not value]
     if missing:
         raise WrongUse(
             name,
-            found=f"it does not state the number of {', '.join(missing)}",
+            found=f"it does not state {', '.join(missing)}",
             cure="Give the config.json of a decoder, such as Llama, Qwen or Mixtral.",
         )
     experts = sizes.experts or 0

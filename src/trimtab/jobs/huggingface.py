@@ -92,7 +92,10 @@ TASKS = (
 SUPPORTED = (
     "It can be ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM, ...ForConditionalGeneration (text to text), "
 )
-SUPPORTED += "...ForSequenceClassification or ...ForImageClassification."
+SUPPORTED += (
+    "...ForSequenceClassification or ...ForImageClassification. For another task, write a job whose model() "
+    "builds this one, and name it as FILE.py:NAME."
+)
 COUNTED_FROM_PADDING = frozenset(
     (
         *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta"),

@@ -146,7 +146,8 @@ def _build_job(job: Any, name: str) -> Any:
     try:
         return job()
     except Exception as error:
-        raise job_error(f"job {name!r}", error, "Make the class work without arguments.") from error
+        cure = "Give every argument of __init__ a default; --set NAME=VALUE changes attributes of the job."
+        raise job_error(f"job {name!r}", error, cure) from error
 
 
 def check_job(job: Any, name: str) -> Any:
@@ -276,7 +277,9 @@ def _explain_release(error: Exception) -> str:
 
 def _describe_error(error: BaseException) -> str:
     """Return the class of an error and the first line of its message."""
-    text = str(error).strip().split("\n")[0][:300] or "no message"
+    # The message of a syntax error without its file and line: describe_location() gives them.
+    message = (error.msg if isinstance(error, SyntaxError) else "") or str(error)
+    text = message.strip().split("\n")[0][:300] or "no message"
     return f"{type(error).__name__}: {text}"
 
 

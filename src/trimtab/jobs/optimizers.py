@@ -78,10 +78,15 @@ def _name_parts(returned: Any) -> dict[str, Any]:
     }
 
 
+def is_optimizer(value: Any) -> bool:
+    """Return whether a value works as an optimizer, of torch's class or not."""
+    return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+
+
 def _as_part(name: str, value: Any) -> OptimizerPart:
     part = value if isinstance(value, OptimizerPart) else OptimizerPart(value)
     optimizer = part.optimizer
-    if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+    if not is_optimizer(optimizer):
         raise JobFailed(
             MEMBER, found=f"{name} is a {type(optimizer).__name__}, not an optimizer", cure=_FORMS
         )

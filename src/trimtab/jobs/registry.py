@@ -5,10 +5,12 @@ To add a job, add a package next to this file and a row in `JOBS`.
 
 from __future__ import annotations
 
+import ast
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from trimtab.errors import UnknownName, WrongUse, find_nearest
+from trimtab.errors import JobFailed, UnknownName, WrongUse, find_nearest
 
 FOLDER = "hf:"
 """Prefix of a job that is a Hugging Face folder."""
@@ -131,7 +133,7 @@ def base_name(job: str) -> str:
 
 
 def check_job_name(name: str) -> None:
-    """Raise if no job can have that name: so much is known without loading torch or the job."""
+    """Raise if no job can have that name, or its file has a syntax error: that is known without torch."""
     if name.startswith(FOLDER):
         cure = "Name a folder with a Hugging Face config.json, as in hf:./my-model."
         require_folder(name.removeprefix(FOLDER), f"job {name}", cure)
@@ -153,6 +155,24 @@ def check_job_name(name: str) -> None:
             raise WrongUse(f"job {place}", found="there is no such file", cure=JOB_FORMS)
         if not place.endswith(".py"):
             raise WrongUse(f"job {place}", found="it is no .py file", cure=JOB_FORMS)
+        _check_syntax(Path(place))
+
+
+def _check_syntax(file: Path) -> None:
+    """Raise JobFailed if Python cannot parse a file."""
+    try:
+        with warnings.catch_warnings():
+            # Python shows them when the file is imported.
+            warnings.simplefilter("ignore")
+            ast.parse(file.read_bytes(), str(file))
+    except SyntaxError as error:
+        where = f"{file.absolute()}, line {error.lineno}"
+        raise JobFailed(
+            f"job {file}", found=f"SyntaxError: {error.msg} ({where})", cure="Fix the file."
+        ) from error
+    except (OSError, ValueError, RecursionError, MemoryError):
+        # Importing the file gives the better message.
+        return
 
 
 def require_folder(folder: str, given: str, cure: str) -> None:

@@ -41,7 +41,9 @@ def ask_slurm(command: Sequence[str]) -> str:
         raise no_slurm_error(command[0]) from error
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFault(
-            shown, found=f"it did not answer within {ASKED_S} s", cure="Try again; is the cluster up?"
+            shown,
+            found=f"it did not answer within {ASKED_S} s",
+            cure="Is the cluster up? Try again.",
         ) from error
     except OSError as error:
         raise EnvironmentFault(shown, found=str(error.strerror), cure="Fix the installation.") from error
@@ -52,9 +54,12 @@ def ask_slurm(command: Sequence[str]) -> str:
         raise EnvironmentFault(
             shorten(shown),
             found=words or f"it ended with {done.returncode}",
-            cure="Those are its own words; nothing was submitted."
-            if command[0] == "sbatch"
-            else "Those are its own words; is the cluster up, and SLURM_CONF right?",
+            cure=f"This is the message of {command[0]}. "
+            + (
+                "Nothing was submitted."
+                if command[0] == "sbatch"
+                else "Check that the cluster is up, and that SLURM_CONF names its configuration."
+            ),
         )
     return done.stdout
 

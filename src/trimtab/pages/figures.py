@@ -98,7 +98,7 @@ def memory_figure(plan: Plan) -> Figure:
     largest = max(slices, key=lambda slice_: slice_.value)
     says += f"; {largest.name} take{'s' * (largest.name in ('context', 'workspace', 'communication'))} most."
     says += " The parts are what is live at the moment of the peak"
-    says += f": {words}." if (words := describe_gradients(estimate)) else "."
+    says += f"; {words}." if (words := describe_gradients(estimate)) else "."
     return Figure(
         "memory",
         "Memory by part",
@@ -249,8 +249,8 @@ def candidates_figure(plan: Plan) -> Figure | None:
     return Figure(
         "candidates",
         "Speed against memory",
-        f"{many:,} of the {len(looks):,} settings that were estimated fit. A line joins those of one number "
-        "of GPUs that no other beats in both."
+        f"{many:,} of the {len(looks):,} settings that were estimated fit. A line joins settings with the "
+        "same number of GPUs that no other beats in both speed and memory."
         + (
             f" Arrows at the right edge: {len(off):,} that need more than the axis shows, up to "
             f"{format_bytes(max(off) * size)}."

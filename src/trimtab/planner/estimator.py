@@ -778,7 +778,8 @@ def _match_traces(none: Trace, full: Trace) -> RecomputeMix | TrimtabError:
     except TracesDiffer:
         return CannotFollow(
             "recompute of some blocks",
-            found="its memory does not follow from the steps without and with full recomputation",
+            found="memory with some blocks recomputed does not follow from the traces with none and all of "
+            "them recomputed: only by pin",
             cure="Pin it to have it traced, as in --pin recompute=every-2.",
         )
 

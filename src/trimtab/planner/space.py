@@ -593,7 +593,7 @@ def _list_scheduled(  # noqa: PLR0913, PLR0917 - parts of a setting, and the ref
     pinned = [(ways["schedule"], ways["virtual_stages"])] if "schedule" in ways else None
     for schedule, virtual_stages in pinned or rules.list_schedules(mesh):
         fields: dict[str, Any] = {"schedule": schedule, "virtual_stages": virtual_stages}
-        legal = []
+        legal, illegal = [], []
         for split in splits:
             setting = Setting(
                 strategy=strategy,
@@ -604,9 +604,13 @@ def _list_scheduled(  # noqa: PLR0913, PLR0917 - parts of a setting, and the ref
                 **fields,
             )
             if why := rules.explain_illegal(setting):
-                refusals.add(why, 1)
+                illegal.append(why)
             else:
                 legal.append(split)
+        if illegal:
+            more = len(set(illegal)) - 1
+            others = f"; the same for {more} other numbers of micro-batches" if more else ""
+            refusals.add(f"{illegal[0]}{others}", len(illegal))
         if legal:
             yield ({} if virtual_stages == 1 and not schedule.splits_backward else fields), legal
 

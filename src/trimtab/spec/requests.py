@@ -115,9 +115,9 @@ Devices = Annotated[
 Network = Annotated[
     str | None,
     option(
-        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes), "
-        "and options: 400Gb/gpu,latency=5us,rails=yes,oversubscription=2,nvlink=72; "
-        "default: what such nodes usually have.",
+        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes). "
+        "Options follow after commas, as in 400Gb/gpu,latency=5us; they are latency, rails=yes, "
+        "oversubscription=2 and nvlink=72. Default: what such nodes usually have.",
         metavar="BANDWIDTH",
     ),
 ]
@@ -227,8 +227,8 @@ ContextParallel = Annotated[
 ExpertParallel = Annotated[
     int,
     option(
-        "Expert parallelism: number of neighbouring GPUs that hold different experts. They see different "
-        "samples, and are no further GPUs. Strategy single then means fsdp over all GPUs."
+        "Expert parallelism: number of neighbouring GPUs that hold different experts. They also divide "
+        "the batch, so it takes no more GPUs. Strategy single then means fsdp over all GPUs."
     ),
 ]
 ExpertImbalance = Annotated[

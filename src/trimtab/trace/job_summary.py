@@ -35,7 +35,9 @@ def summarize_job(job: str, overrides: dict[str, Any] | None = None, *, cache: b
     cached = WORKLOADS.load(key, Workload.from_json) if cache else None
     if cached is not None:
         return cached
-    answer = ask("trimtab.trace.job_summary", named, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S)
+    answer = ask(
+        "trimtab.trace.job_summary", named, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S, only_reads=True
+    )
     workload = Workload.from_builtins(answer["workload"])
     WORKLOADS.store(key, workload.to_json())
     return workload

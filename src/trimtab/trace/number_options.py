@@ -38,7 +38,13 @@ def read_number_options(
     cached = NUMBER_OPTIONS.load(key, NumberOptions.from_json) if cache else None
     if cached is not None:
         return cached
-    answer = ask("trimtab.trace.number_options", named, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S)
+    answer = ask(
+        "trimtab.trace.number_options",
+        named,
+        {"CUDA_VISIBLE_DEVICES": ""},
+        timeout_s=TIMEOUT_S,
+        only_reads=True,
+    )
     options = NumberOptions.from_builtins(answer["options"])
     NUMBER_OPTIONS.store(key, options.to_json())
     return options

@@ -77,11 +77,20 @@ class JobRequest(Protocol):
         ...
 
 
-def ask(
-    module: str, request: JobRequest, env: dict[str, str], *, timeout_s: float, show: bool = False
+def ask(  # noqa: PLR0913 - a request, and how to run it
+    module: str,
+    request: JobRequest,
+    env: dict[str, str],
+    *,
+    timeout_s: float,
+    show: bool = False,
+    only_reads: bool = False,
 ) -> dict[str, Any]:
-    """Run a module on a request and return its answer; raise its error, or JobFailed if it crashed."""
-    (answer,) = ask_all(module, request, env, timeout_s=timeout_s, show=show)
+    """Run a module on a request and return its answer; raise its error, or JobFailed if it crashed.
+
+    A module that `only_reads` a job takes no steps of it: an error about the time limit says so.
+    """
+    (answer,) = ask_all(module, request, env, timeout_s=timeout_s, show=show, only_reads=only_reads)
     if isinstance(answer, TrimtabError):
         raise answer
     return answer
@@ -95,6 +104,7 @@ def ask_all(  # noqa: PLR0913 - a request, and how to run it
     timeout_s: float,
     watch: bool = False,
     show: bool = False,
+    only_reads: bool = False,
 ) -> list[dict[str, Any] | TrimtabError]:
     """Run a module on a request and return each line of its output as an answer or an error.
 
@@ -114,7 +124,8 @@ def ask_all(  # noqa: PLR0913 - a request, and how to run it
         start_new_session=True,
     )
     try:
-        out, err = _exchange(process, request, job, timeout_s=timeout_s, watch=watch)
+        limit = timeout_error(job, timeout_s, only_reads=only_reads)
+        out, err = _exchange(process, request, limit, timeout_s=timeout_s, watch=watch)
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -130,9 +141,9 @@ def ask_all(  # noqa: PLR0913 - a request, and how to run it
 
 
 def _exchange(
-    process: subprocess.Popen[bytes], request: JobRequest, job: str, *, timeout_s: float, watch: bool
+    process: subprocess.Popen[bytes], request: JobRequest, limit: JobFailed, *, timeout_s: float, watch: bool
 ) -> tuple[bytes, bytes]:
-    """Send the request and return all output; raise if the process takes too much time or memory."""
+    """Send the request and return all output; raise `limit` if the process takes too much time."""
     text: bytes | None = request.to_json().encode()
     ends_at = time.monotonic() + timeout_s
     while True:
@@ -141,9 +152,9 @@ def _exchange(
         except subprocess.TimeoutExpired as error:
             text = None
             if time.monotonic() > ends_at:
-                raise timeout_error(job, timeout_s) from error
+                raise limit from error
         if watch and exceeds_memory_limit(process.pid):
-            raise memory_limit_error(job)
+            raise memory_limit_error(limit.given)
 
 
 def encode_error(error: TrimtabError) -> bytes:
@@ -170,12 +181,16 @@ def crash_error(job: str, status: int, stderr: str) -> JobFailed:
     )
 
 
-def timeout_error(job: str, timeout_s: float) -> JobFailed:
-    """Return the error of a job whose first steps exceed the time limit."""
+def timeout_error(job: str, timeout_s: float, *, only_reads: bool = False) -> JobFailed:
+    """Return the error of a job whose first steps, or reading it, exceed the time limit."""
+    what, cure = "its first steps", "Try a smaller --micro-batch, or look for loops over data in loss()."
+    if only_reads:
+        what = "importing its file and counting the samples of dataset()"
+        cure = "Give the job `samples`, so that dataset() is not called, and load no data at import."
     return JobFailed(
         job,
-        found=f"its first steps took more than {timeout_s:.0f} s",
-        cure="Try a smaller --micro-batch, or look for loops over data in loss().",
+        found=f"{what} took more than {timeout_s:.0f} s",
+        cure=f"{cure} If this machine is busy with other work, try again later.",
     )
 
 

@@ -21,6 +21,7 @@ import msgspec
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
 from trimtab.jobs.job import Job, has_longest
 from trimtab.jobs.load import job_error, load_job, tracing_error
+from trimtab.jobs.registry import comes_with_trimtab
 from trimtab.spec import PARTS, BaseFormat, Offload, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
 from trimtab.strategies import one_micro_batch, strategy_of
@@ -616,6 +617,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[
     # The longest batch gives the memory, and the usual one the time.
     longest = has_longest(job)
     batch = _make_batch(job, setting, longest=longest)
+    _note_other_size(built, batch)
     if forward:
         recorder.mark_phase("step0", "activations")
         with _blame_member("loss()"):
@@ -632,6 +634,7 @@ def _run_steps(built: _BuiltModel, *, forward: bool, as_compiled: bool) -> dict[
     if longest:
         _record_usual_step(built, state)
     recorder.records_work = False
+    _note_varying_sizes(built, batch)
     if state.offload is not None and not state.offload.peak_sizes:
         recorder.kernels.assume(NOTHING_MOVED)
     notes = describe_experts(state.experts, setting.expert_imbalance)
@@ -730,13 +733,70 @@ def _run_drawn_steps(built: _BuiltModel, state: Any, batch: Any) -> None:
     built.recorder.kernels.assume(DRAWN_NOTE)
 
 
+OTHER_SIZE = "batch(size) returned no tensor with `size` rows: it is taken to be `size` samples"
+"""Assumption about a batch that does not have the requested size, as far as its shapes tell."""
+
+
+def _note_other_size(built: _BuiltModel, batch: Any) -> None:
+    """Note that a batch does not have the requested size; one with a part of each sequence is left out."""
+    request, setting = built.request, built.request.setting
+    if comes_with_trimtab(request.job) or setting.mesh.cp > 1 or _has_samples(batch, setting.micro_batch):
+        return
+    built.recorder.kernels.assume(OTHER_SIZE)
+
+
+VARYING_SIZES = (
+    "batch(size) has other sizes with other random numbers: memory and time are those of one draw; "
+    "longest(size) gives memory for the longest"
+)
+"""Assumption about a batch whose shapes are random."""
+
+
+def _note_varying_sizes(built: _BuiltModel, batch: Any) -> None:
+    """Note that another draw of batch() has other shapes, if the job has no longest()."""
+    import torch
+
+    from trimtab.engine.step import make_batch
+
+    if comes_with_trimtab(built.request.job) or has_longest(built.job):
+        return
+    with built.recorder.discard_changes():
+        random.seed(1)
+        torch.manual_seed(1)
+        with contextlib.suppress(Exception):
+            other = make_batch(built.job, built.request.setting, "cuda")
+            if _list_shapes(other) != _list_shapes(batch):
+                built.recorder.kernels.assume(VARYING_SIZES)
+            del other
+    seed_random_numbers()
+
+
+def _list_shapes(batch: Any) -> list[tuple[int, ...]]:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def _has_samples(batch: Any, samples: int) -> bool:
+    """Return whether a tensor, list or tuple of a batch has that many entries, or it has no tensor."""
+    shapes = [shape for shape in _list_shapes(batch) if shape]
+    lists = [batch, *(batch.values() if isinstance(batch, dict) else ())]
+    sizes = [len(item) for item in lists if isinstance(item, list | tuple)]
+    return not shapes or samples in (*sizes, *(shape[0] for shape in shapes))
+
+
 def _make_batch(job: Any, setting: Setting, *, longest: bool) -> Any:
     """Return a micro-batch of batch() or longest() on the fake device."""
     from trimtab.engine import step as steps
 
     seed_random_numbers()
-    with _blame_member(f"{'longest' if longest else 'batch'}({setting.micro_batch})"):
-        return steps.make_batch(job, setting, "cuda", longest=longest)
+    member = f"{'longest' if longest else 'batch'}({setting.micro_batch})"
+    with _blame_member(member):
+        batch = steps.make_batch(job, setting, "cuda", longest=longest)
+    if batch is None:
+        raise JobFailed(member, found="it returned None", cure="Return the tensors of so many samples.")
+    return batch
 
 
 def _record_usual_step(built: _BuiltModel, state: Any) -> None:
@@ -882,6 +942,8 @@ def _blame_member(member: str) -> Any:
         if REFUSES_AUTOCAST in str(inner):
             cure = "Use --precision tf32 or fp32, or a loss of logits, which autocast allows."
             raise job_error(member, inner, cure) from error
+        if type(inner).__name__ == MIXED_DEVICES:
+            raise _mixed_devices_error(member, inner) from error
         if inner is not error:
             cure = "Leave compiling out; if it works on a GPU, this is a bug in trimtab: please report it."
             raise tracing_error(f"torch.compile in {member}", inner, cure) from error
@@ -892,6 +954,19 @@ def _blame_member(member: str) -> Any:
         raise tracing_error(member, inner, cure) from error
 
 
+def _mixed_devices_error(member: str, error: Exception) -> TrimtabError:
+    """Return the error for an operation on tensors of the GPU and of the CPU: a GPU refuses it too."""
+    return job_error(
+        member,
+        error,
+        "On a GPU, that line needs all its tensors on the GPU. Make new ones there, as in torch.zeros(10, "
+        "device=x.device), and register constants of the model as buffers. If the line works on a GPU, this "
+        "is a bug in trimtab: please report it.",
+    )
+
+
+MIXED_DEVICES = "FakeTensorDeviceMismatchError"
+"""Class of torch's error for an operation on tensors of several devices."""
 REFUSES_AUTOCAST = "unsafe to autocast"
 """Part of torch's error for a loss that may not run in half precision."""
 
