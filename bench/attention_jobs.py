@@ -9,11 +9,13 @@ to 20 GiB.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Batch = dict[str, torch.Tensor]
 
@@ -326,15 +328,16 @@ class DecoderBlock(nn.Module):
         y = self.first(x)
         query = self.query(y).view(size, tokens, job.heads, job.head).transpose(1, 2)
         key, value = self.keys(y).view(size, tokens, 2, job.groups, job.head).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=job.dropout,
-            is_causal=mask is None,
-            enable_gqa=job.groups != job.heads,
-        )
+        with contextlib.nullcontext() if job.kernel is None else sdpa_kernel(job.kernel):
+            mixed = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=job.dropout,
+                is_causal=mask is None,
+                enable_gqa=job.groups != job.heads,
+            )
         x = x + self.out(mixed.transpose(1, 2).reshape(size, tokens, width))
         out: torch.Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
         return out
@@ -369,6 +372,8 @@ class Decoder:
     name, global_batch, samples, epochs = "decoder-head-64", 256, 100_000, 1
     vocab, length, layers, heads, groups, head = 32000, 1024, 8, 16, 16, 64
     dropout, masked = 0.0, False
+    kernel: SDPBackend | None = None
+    """The only kernel that torch may choose; None: any."""
 
     def model(self) -> nn.Module:
         """With positions of its own."""
@@ -382,6 +387,13 @@ class Decoder:
         """Of the next token."""
         logits = model(batch)[:, :-1]
         return functional.cross_entropy(logits.reshape(-1, self.vocab), batch[:, 1:].reshape(-1))
+
+
+class MaskedEfficient(Decoder):
+    """A mask for the memory-efficient kernel, the only one for it before Hopper. --micro-batch 4, 1."""
+
+    name, masked, kernel = "decoder-masked-efficient", True, SDPBackend.EFFICIENT_ATTENTION
+    length, layers, heads, groups, head = 2048, 2, 32, 32, 128
 
 
 class Head80(Decoder):

@@ -542,6 +542,17 @@ def _attention() -> list[QueuedCase]:
             )
             for length in (8192, 32768, 131072)
         ),
+        *(
+            QueuedCase(
+                f"attention-MaskedEfficient-{precision}-{length // 1024}k-b{micro}",
+                "bench/attention_jobs.py:MaskedEfficient",
+                micro,
+                precision=precision,
+                options={"length": length},
+            )
+            for precision in ("bf16", "fp32")
+            for length, micro in ((2048, 4), (8192, 1))
+        ),
     ]
 
 

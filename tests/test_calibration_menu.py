@@ -48,4 +48,8 @@ def test_a_calibration_measures_attention_over_long_sequences_in_both_directions
             assert {
                 (f"flash_attention{way}", length, size, True) for length in (512, 2048, 8192, 32768)
             } <= measured
+            # Before Hopper, only the memory-efficient kernel takes a mask.
+            assert {
+                (f"efficient_attention{way}", length, size, False) for length in (512, 2048, 8192)
+            } <= measured
     assert ("cudnn_attention_backward", 32768, 128, False) in measured

@@ -56,6 +56,20 @@ def copy(size: int) -> Work:
     return Work(op="aten::clone", kind="pointwise", dtype="float32", read_bytes=size, write_bytes=size)
 
 
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("RTX4090", 1.35), ("RTX3090", 1.36), ("L40S", 0.87), ("H100-PCIe", 0.82), ("A40", 1.0)],
+)
+def test_products_of_a_card_are_scaled_by_what_searches_over_shapes_reached_on_it(
+    name: str, share: float
+) -> None:
+    device = trimtab.cluster(name).devices[0]
+    rates = op_time.device_rates(device)
+    assert rates is not None
+    assert device.peaks.bf16 is not None
+    assert rates.bfloat16 / device.peaks.bf16 == pytest.approx(share, abs=0.01)
+
+
 def test_a_large_product_runs_near_the_sustained_peak_and_a_copy_near_the_bandwidth() -> None:
     large = matrix(8192, 8192, 8192)
     assert large.flops / op_time.roofline_s(large, RATES) == pytest.approx(0.75 * 989e12, rel=0.05)

@@ -127,26 +127,35 @@ def _language(  # noqa: PLR0913, PLR0917 - the sizes of a transformer
     return CalibrationProgram(f"{style}transformer {width} wide, {batch} x {steps}, {kind}", need, run)
 
 
+FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+
+
 def _attention(
-    length: int, heads: int, size: int, *, causal: bool = True, flash: bool = False
+    length: int, heads: int, size: int, *, causal: bool = True, kernel: SDPBackend | None = None
 ) -> CalibrationProgram:
-    """Fused attention over long sequences, with the kernel that torch chooses, or with flash attention.
+    """Fused attention over long sequences, with the kernel that torch chooses, or with another one.
 
     Kernels get nearer to the peak with the number of tokens: those of a transformer block of 2,048 tokens say
-    too little about 32,768. Flash attention is timed by itself because other packages call it directly.
+    too little about 32,768. Flash attention is timed by itself because other packages call it directly. The
+    memory-efficient kernel gets a mask: it is the only one that takes a mask on GPUs before Hopper.
     """
+    masked = kernel is EFFICIENT
 
     def run() -> None:
         query, key, value = (
             torch.randn(1, heads, length, size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
             for _ in range(3)
         )
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else contextlib.nullcontext():
-            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        mask = torch.zeros(1, 1, length, length, dtype=torch.bfloat16, device="cuda") if masked else None
+        with contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel):
+            mixed = functional.scaled_dot_product_attention(
+                query, key, value, mask, is_causal=causal and not masked
+            )
         mixed.backward(torch.randn_like(mixed))
 
-    style = f"{'flash ' * flash}attention{'' if causal else ' both ways'}"
-    return CalibrationProgram(f"{style}, {length} x {heads} x {size}", heads * length * size * 40, run)
+    style = f"{'flash ' * (kernel is FLASH)}{'masked ' * masked}attention{'' if causal else ' both ways'}"
+    need = heads * length * size * 40 + masked * length**2 * 8
+    return CalibrationProgram(f"{style}, {length} x {heads} x {size}", need, run)
 
 
 class AttentionShape(NamedTuple):
@@ -207,11 +216,16 @@ def _list_attention() -> list[CalibrationProgram]:
     plain = [_attention(length, heads, size) for length, heads in ((8192, 32), (32768, 8)) for size in sizes]
     both_ways = [_attention(length, heads, 128, causal=False) for length, heads in ((4096, 24), (32768, 4))]
     flash = [
-        _attention(length, heads, size, flash=True)
+        _attention(length, heads, size, kernel=FLASH)
         for length, heads in ((512, 128), (2048, 64), (8192, 32), (32768, 8))
         for size in sizes
     ]
-    return [*plain, *both_ways, *flash, *longest]
+    masked = [
+        _attention(length, heads, size, kernel=EFFICIENT)
+        for length, heads in ((512, 128), (2048, 64), (8192, 32))
+        for size in sizes
+    ]
+    return [*plain, *both_ways, *flash, *masked, *longest]
 
 
 def _set_layout(layer: Any, layout: torch.memory_format) -> Any:

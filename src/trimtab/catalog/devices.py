@@ -227,11 +227,15 @@ def instruction_rate(device: Device) -> float | None:
 def matmul_share(model: str | None) -> float | None:
     """Return the share of the bf16 peak that the best products reach on a device; None if nobody measured it.
 
-    The figures are from the table of achievable products in stas00/ml-engineering (2026-08), which are the
-    best of many shapes. An A100 reaches 0.87 of its peak, an H200 0.80, an MI300X 0.51.
+    The figures are the best of many shapes. Those of A100 to B300 and of AMD are from stas00/ml-engineering
+    (2026-08), those of GeForce, workstation and PCIe cards from mag-/gpu_benchmark (2024-10). Where both have
+    an A100 or an H100, they differ by 1 to 3 %. An A100 reaches 0.87 of its peak, an H200 0.80, an L40S 0.70,
+    and GeForce cards, which run above their specified boost clock, 1.08 and more.
 
-    >>> round(matmul_share("A100 80GB SXM4"), 3), matmul_share("GeForce RTX 4090")
-    (0.869, None)
+    >>> round(matmul_share("A100 80GB SXM4"), 3), round(matmul_share("GeForce RTX 4090"), 3)
+    (0.869, 1.082)
+    >>> matmul_share("A40") is None
+    True
     """
     row = next((row for row in devices() if row.name == model), None)
     if row is None or row.matmul_tflops is None or not row.bf16:
