@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import itertools
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -326,6 +327,23 @@ def test_few_settings_are_looked_at_closely_where_bounds_are_good() -> None:
 
 
 # --- choices
+
+
+def test_the_choice_is_not_compared_with_far_smaller_micro_batches() -> None:
+    cluster = parse_cluster("1xA100-40GB")
+    space = build_space(workload(), cluster, Policy(pins={"recompute": "none", "compile": False}))
+    result = search_space(space, Law(static_bytes=20 * GIB, sample_bytes=GIB // 4))
+    best = result.best
+    assert best is not None
+    assert best.setting.micro_batch == 32
+    whys = []
+    for micro in (4, 2):
+        far = replace(best, setting=best.setting.replace(micro_batch=micro, accumulation=64 // micro))
+        only = replace(result, evaluations=[best, far])
+        reasons = explanations.list_reasons(best, only, space, cluster)
+        whys.append(next(reason.why for reason in reasons if reason.subject == "micro_batch"))
+    assert "4 takes as long" in whys[0]
+    assert whys[1] == "the largest that fits"
 
 
 def test_recomputing_is_chosen_only_where_it_pays() -> None:

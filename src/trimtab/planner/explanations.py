@@ -196,6 +196,10 @@ def describe_shares(best: Evaluation) -> str:
     )
 
 
+COMPARABLE = 8
+"""How many times smaller a micro-batch may be that the choice is compared with."""
+
+
 def _explain_micro_batch(best: Evaluation, result: SearchResult, space: Space) -> str:
     setting = best.setting
     if setting.shares:
@@ -215,7 +219,12 @@ def _explain_micro_batch(best: Evaluation, result: SearchResult, space: Space) -
     ]
     texts = []
     larger = [evaluation for evaluation in same if evaluation.setting.micro_batch > setting.micro_batch]
-    smaller = [evaluation for evaluation in same if evaluation.setting.micro_batch < setting.micro_batch]
+    # Two samples say little about 64.
+    smaller = [
+        evaluation
+        for evaluation in same
+        if setting.micro_batch / COMPARABLE <= evaluation.setting.micro_batch < setting.micro_batch
+    ]
     limit = next((most for key, most in result.limits.items() if _is_in_family(setting, key, best)), None)
     if limit == setting.micro_batch:
         texts.append("the largest that fits")
