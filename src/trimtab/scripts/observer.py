@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.engine.quantize import count_weights
+from trimtab.jobs.library_files import is_library_file
 from trimtab.scripts.inference_calls import InferenceCalls, forget_memory
 from trimtab.spec import PARTS, ScriptFact, Trace
-from trimtab.trace.fake_cuda import is_library_file
 from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK, OWN_FOLDER, UPDATE_WORK
 from trimtab.trace.repeated_steps import repeat_step
 

@@ -6,6 +6,7 @@ has taken three optimizer steps. The result is a file of JSON: the trace, and wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -94,8 +95,10 @@ def run_worker(request_file: str, result_file: str) -> None:
 
 
 def _end_process() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A script may have put an object of its own there, which cannot be flushed.
+        with contextlib.suppress(Exception):
+            stream.flush()
     os._exit(0)
 
 
@@ -242,7 +245,8 @@ def _print_own_traceback(error: BaseException) -> None:
         frames = [frame for frame in shown.stack if not _is_import_patch(frame)]
         shown.stack = traceback.StackSummary.from_list(frames)
         shown = shown.__cause__ or shown.__context__
-    sys.stderr.writelines(printed.format())
+    # The script may have put an object of its own in the place of sys.stderr.
+    print(*printed.format(), sep="", end="", file=sys.__stderr__)
 
 
 def _is_import_patch(frame: traceback.FrameSummary) -> bool:
