@@ -771,3 +771,48 @@ def test_epochs_have_batches_and_an_encoder_belongs_to_the_step(
     assert [phase.name for phase in found.phases] == ["first step", "steady step", *last]
     assert not [note for note in found.script.notes if "failed" in note]
     assert facts_of(found)["micro_batch"] == "16"
+
+
+CONTRASTIVE = """
+import torch
+from torch import nn
+
+class GraphNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 32)
+
+    def forward(self, x, edges):
+        x = self.layer(x)
+        return x.index_add(0, edges[1], x[edges[0]])
+
+net = GraphNet().cuda()
+critic = nn.Linear(32, 1).cuda().eval().requires_grad_(False)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+edges = torch.randint(0, 8, (2, 40)).cuda()
+labels = torch.arange(4).repeat(2)
+same = (labels[:, None] == labels).float().cuda()
+others = ~torch.eye(8, dtype=torch.bool).cuda()
+for step in range(9):
+    rows = nn.functional.normalize(net(torch.randn(8, 16).cuda(), edges))
+    similar = (rows @ rows.T)[others].view(8, 7)
+    positives = similar[same[others].view(8, 7).bool()].view(8, -1)
+    assert positives.shape == (8, 1)
+    places = (torch.rand(8).cuda() * torch.full((8,), 9).cuda()).long()
+    assert rows[0, places[0] : places[0] + 4].shape == (4,)
+    loss = critic(rows).mean() - positives.mean()
+    if loss != loss or torch.max(loss) > 1e8:
+        raise ValueError("the loss is not finite")
+    assert (similar.exp() >= 0).all()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_checks_of_values_hold_and_masks_of_floats_are_known(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow("train.py", script=CONTRASTIVE)
+    assert not [note for note in found.script.notes if "failed" in note]
+    assert facts_of(found)["micro_batch"] == "8"
+    # Edges have no sequence.
+    assert "sequence" not in facts_of(found)

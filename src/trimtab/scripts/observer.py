@@ -54,6 +54,8 @@ LOW_BIT_PACKAGES = ("bitsandbytes", "torchao")
 """Packages whose optimizers store states in few bits; some have the names of torch's classes."""
 TRAINS = "_trimtab_trains"
 """Attribute of a loader whose batches are trained on."""
+EDGE_ROWS = 2
+"""Rows of a tensor with the edges of a graph: where they begin and where they end."""
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
 
@@ -443,7 +445,8 @@ class Observer:
         # Samples x positions, or samples x choices x positions; labels may come first, and have one side.
         sides = (2,) if any(tensor.is_floating_point() for tensor in shaped) else (2, 3)
         tokens = [tensor for tensor in shaped if tensor.dim() in sides and not tensor.is_floating_point()]
-        if tokens:
+        # The edges of a graph are two rows, of any length.
+        if tokens and (tokens[0].shape[0] == first.shape[0] or tokens[0].shape[0] != EDGE_ROWS):
             length = tokens[0].shape[-1]
             self.lengths[length] = self.lengths.get(length, 0) + 1
 
