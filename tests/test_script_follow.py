@@ -816,3 +816,53 @@ def test_checks_of_values_hold_and_masks_of_floats_are_known(follow: Callable[..
     assert facts_of(found)["micro_batch"] == "8"
     # Edges have no sequence.
     assert "sequence" not in facts_of(found)
+
+
+ADVERSARIAL = """
+import torch
+from torch import nn
+
+maker, critic = nn.Linear(8, 64).cuda(), nn.Linear(64, 1).cuda()
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, maker)]
+for step in range(3):
+    for net, optimizer in zip((critic, maker), optimizers):
+        optimizer.zero_grad()
+        for _ in range(3):
+            critic(maker(torch.randn(4, 8).cuda())).mean().backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())
+        optimizer.step()
+        critic.zero_grad()
+        maker.zero_grad()
+"""
+
+
+def test_passes_of_another_optimizer_repeat_nothing(follow: Callable[..., ScriptEstimate]) -> None:
+    assert facts_of(follow("train.py", script=ADVERSARIAL))["optimizers"] == "2 x SGD"
+
+
+ITERATIVE = """
+import torch
+from torch import nn
+
+net = nn.Linear(512, 512).cuda()
+optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4, history_size=10)
+x = torch.rand(8, 512).cuda()
+
+def closure():
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    return loss
+
+for step in range(6):
+    optimizer.step(closure)
+"""
+
+
+def test_l_bfgs_takes_all_its_iterations_and_its_memory(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow("train.py", script=ITERATIVE)
+    assert facts_of(found)["accumulation"] == "1"
+    # Directions and steps, both ten times; and one each that is about to be added.
+    assert found.estimate.parts.optimizer >= 20 * 4 * (512 * 512 + 512)
+    products = [number for number in found.trace.sequence if found.trace.works[number].flops > 8 * 512 * 512]
+    assert len(products) >= 4 * 2

@@ -232,6 +232,10 @@ class Observer:
     made_optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Optimizers of torch.optim that the script has made, and still has."""
     _step_counts: dict[int, int] = field(default_factory=dict)
+    _units_stepped: int = 0
+    """Micro-batches of the current step whose gradients an optimizer has used."""
+    _first_in_step: int | None = None
+    """How many micro-batches there were when the running optimizer step began; None if none runs."""
     _waited: int = 0
     _waits_until: float = 0.0
     _reported_at: float = 0.0
@@ -264,7 +268,10 @@ class Observer:
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
         # Some scripts evaluate without torch.no_grad; their models are then in evaluation mode.
-        training = torch.is_grad_enabled() and (module.training or not self.is_over)
+        # One that is not called for its own sake, but for gradients of its inputs, may be in it always.
+        training = torch.is_grad_enabled() and (
+            module.training or not self.is_over or any(map(_needs_gradient, tree_leaves((args, kwargs))))
+        )
         if training and self._has_backward and not self.has_optimizer:
             # The script changes its parameters itself: what it did after the backward pass was its step.
             self._has_backward = False
@@ -299,16 +306,17 @@ class Observer:
         self._has_outer_call |= not takes_gradients
         key = (id(module), self._call_number)
         self._call_number += 1
-        signature = describe_inputs(args, kwargs)
+        inputs = describe_inputs(args, kwargs)
+        signature = (is_trained(module), inputs)
         if not self._inputs:
             self._forward_begin = len(self.recorder.sequence)
-        self._inputs.append((id(module), signature))
+        self._inputs.append((id(module), inputs))
         cached = self._calls.get(key)
         if cached is None or cached.signature != signature:
             cached = self._calls[key] = CachedCall(signature, None)
         elif self.can_skip() and not takes_gradients:
             self._is_skipped = True
-            return self._repeat_outputs(module, cached.outputs)
+            return self._repeat_outputs(module, cached.outputs, (args, kwargs))
         before, passes, begin = self._copy_noted(), self.passes, len(self.recorder.order)
         if not self._is_inner:
             self._note_training_call(module, args, kwargs)
@@ -347,8 +355,9 @@ class Observer:
         if precision is None:
             self.facts.pop("precision", None)
 
-    def _repeat_outputs(self, module: Any, outputs: Any) -> Any:
-        anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
+    def _repeat_outputs(self, module: Any, outputs: Any, inputs: Any) -> Any:
+        # A frozen model passes gradients on to its inputs.
+        anchor = next(filter(_needs_gradient, (*module.parameters(), *tree_leaves(inputs))), None)
 
         def again(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -364,10 +373,15 @@ class Observer:
         units = self.units
         if self.is_over:
             return self.has_optimizer
+        if self._first_in_step is not None and len(units) > self._first_in_step:
+            # The optimizer calls the model itself, and again: these passes are no accumulation.
+            return False
+        # What comes after the step of another optimizer repeats none of what came before.
+        count = len(units) - self._units_stepped
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
-            return len(units) > 0
-        return len(units) > 1 and units[-1].repeats(units[-2])
+            return count > 0
+        return count > 1 and units[-1].repeats(units[-2])
 
     def _enter(
         self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any, root: bool = False
@@ -549,8 +563,24 @@ class Observer:
             how = "all that stepped" + ", and how often" * (len(rates) > 1)
             self.learn("optimizers", ", ".join(texts), how, "")
 
+    def begin_step(self) -> None:
+        """Note that an optimizer begins its step; it may call a closure with backward passes."""
+        self._first_in_step = len(self.units)
+
+    def _join_passes_of_step(self) -> None:
+        """Take several backward passes within one optimizer step, such as those of L-BFGS, for one."""
+        first, self._first_in_step = self._first_in_step, None
+        if first is None or len(self.units) - first <= 1:
+            return
+        own = self.units[first:]
+        calls = tuple(call for unit in own for call in unit.calls)
+        forward = hash(tuple(unit.forward for unit in own))
+        self.units[first:] = [MicroBatchWork(own[0].begin, own[-1].end, calls, forward, skipped=False)]
+
     def end_step(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; None if the script changes its parameters without one."""
+        self._join_passes_of_step()
+        self._units_stepped = len(self.units)
         if "step0" not in self.recorder.marks:
             return
         if self._backward_depth:
@@ -646,7 +676,7 @@ class Observer:
         else:
             self.sequence, self.engine = tuple(sequence), tuple(engine)
         self.recomputed_flops = recorder.recomputed_flops // max(1, sum(not unit.skipped for unit in units))
-        self.units = []
+        self.units, self._units_stepped = [], 0
         self._reported_at = 0.0
         self._begin_micro_batch()
         recorder.sequence, recorder.by_engine = [], []
@@ -771,6 +801,15 @@ def _relabel(recorder: ScriptRecorder, tensor: Any, part: str, module: str | Non
 def has_parameters(module: Any) -> bool:
     """Return whether a module has parameters of its own or in a part of it."""
     return next(iter(module.parameters()), None) is not None
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def is_trained(module: Any) -> bool:
+    """Return whether a parameter of a module gets gradients; scripts turn that off and on."""
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def wants_input_gradients(args: Any, kwargs: Any) -> bool:
