@@ -144,3 +144,34 @@ def test_a_script_finds_a_terminal_where_the_user_has_one(monkeypatch: pytest.Mo
         with pytest.raises(WrongUse, match="exit code 91"):
             follow_script(command, as_cluster("H200").devices[0])
     os.close(keyboard)
+
+
+SPAWNED = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+def train(rank, width):
+    dist.init_process_group("nccl", init_method="tcp://localhost:29500", rank=rank, world_size=2)
+    net = nn.parallel.DistributedDataParallel(nn.Linear(width, width).cuda(), device_ids=[rank])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(6):
+        net(torch.randn(4, width).cuda()).sum().backward()
+        optimizer.step()
+
+def main(devices):
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    mp.spawn(fn=train, nprocs=2, args=(64,), join=False).join()
+
+if __name__ == "__main__":
+    mp.Process(target=main, args=("0,1",)).start()
+"""
+
+
+def test_processes_that_nobody_waits_for_are_followed() -> None:
+    Path("spawned.py").write_text(SPAWNED, encoding="utf-8")
+    command = parse_command([sys.executable, "spawned.py"], environment=os.environ)
+    values = values_of(estimate_script(command, as_cluster("2xH200")))
+    assert (values["strategy"], values["global_batch"]) == ("ddp", "8")

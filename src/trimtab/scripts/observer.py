@@ -242,6 +242,8 @@ class Observer:
     """When the backward passes without an optimizer step were last shown."""
     decoding: Any = None
     """Shortens the generation of texts: the Decoding of generation_patches."""
+    run_waiting: Callable[[], None] | None = None
+    """Run the first training process that the script has started and does not wait for."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
     inference: InferenceCalls = field(init=False)

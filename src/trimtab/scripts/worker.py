@@ -74,7 +74,7 @@ def run_worker(request_file: str, result_file: str) -> None:
     torch._C._set_only_lift_cpu_tensors(True)
     with recorder:
         try:
-            _run_script(request)
+            _run_to_its_end(request, observer)
         except SystemExit as end:
             if end.code not in (None, 0) and not observer.steps:
                 _write(result_file, ScriptResult(error=_describe_exit(request, end).to_dict()))
@@ -120,6 +120,13 @@ def _set_environment(request: ScriptRequest) -> None:
     write_program(programs, name=device.name, memory_bytes=device.memory_bytes, count=request.devices)
     os.environ["PATH"] = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(request.devices)))
+
+
+def _run_to_its_end(request: ScriptRequest, observer: Observer) -> None:
+    """Run the script, and the processes that Python waits for when it ends."""
+    _run_script(request)
+    if observer.run_waiting is not None:
+        observer.run_waiting()
 
 
 def _run_script(request: ScriptRequest) -> None:
