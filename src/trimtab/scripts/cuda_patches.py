@@ -86,6 +86,12 @@ def _patch_legacy_types() -> None:
     for name, made in types.items():
         put(torch.cuda, name, made)
     cast, set_default = torch.Tensor.type, torch.set_default_tensor_type
+    make: Any = torch.Tensor.__new__
+
+    def make_on_gpu(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a tensor on the GPU: a default device is for functions such as torch.zeros only."""
+        made = make(cls, *args, **kwargs)
+        return made.to("cuda") if cls is torch.Tensor and "device" not in kwargs else made
 
     def change_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, LegacyType):
@@ -97,7 +103,9 @@ def _patch_legacy_types() -> None:
         if isinstance(kind, LegacyType):
             torch.set_default_dtype(kind.dtype)
             torch.set_default_device("cuda")
+            put(torch.Tensor, "__new__", staticmethod(make_on_gpu))
             return
+        put(torch.Tensor, "__new__", staticmethod(make))
         torch.set_default_device("cpu")
         set_default(kind)
 
