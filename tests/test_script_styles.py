@@ -44,6 +44,7 @@ def test_calls_of_ten_years_work() -> None:
     found = follow("old_style.py")
     assert values_of(found)["micro_batch"] == "4"
     assert not [note for note in found.estimate.assumptions if "failed" in note]
+    assert [note for note in found.estimate.assumptions if note.startswith("the GPU kernels of blur")]
     # Weights of the lazy layer are on the GPU too: 12 x 16, a GRU of 16 and a head of 16 x 8.
     assert found.trace.parameters == 12 * 16 + 16 + 6 * 16 * 16 + 6 * 16 + 16 * 8 + 8
 
