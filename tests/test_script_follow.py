@@ -780,7 +780,7 @@ from torch import nn
 class GraphNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(16, 32)
+        self.layer, self.later = nn.Linear(16, 32), nn.Linear(100, 10)
 
     def forward(self, x, edges):
         x = self.layer(x)
@@ -814,6 +814,7 @@ def test_checks_of_values_hold_and_masks_of_floats_are_known(follow: Callable[..
     found = follow("train.py", script=CONTRASTIVE)
     assert not [note for note in found.script.notes if "failed" in note]
     assert facts_of(found)["micro_batch"] == "8"
+    assert [note for note in found.estimate.assumptions if note.startswith("1,010 of the 1,554 parameters")]
     # Edges have no sequence.
     assert "sequence" not in facts_of(found)
 

@@ -54,6 +54,8 @@ LOW_BIT_PACKAGES = ("bitsandbytes", "torchao")
 """Packages whose optimizers store states in few bits; some have the names of torch's classes."""
 TRAINS = "_trimtab_trains"
 """Attribute of a loader whose batches are trained on."""
+IDLE_SHARE = 0.05
+"""Share of parameters without a gradient that is worth a note."""
 EDGE_ROWS = 2
 """Rows of a tensor with the edges of a graph: where they begin and where they end."""
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
@@ -234,6 +236,8 @@ class Observer:
     _step_counts: dict[int, int] = field(default_factory=dict)
     _units_stepped: int = 0
     """Micro-batches of the current step whose gradients an optimizer has used."""
+    _with_gradient: set[int] = field(default_factory=set)
+    """Ids of the parameters that had a gradient when their optimizer stepped."""
     _first_in_step: int | None = None
     """How many micro-batches there were when the running optimizer step began; None if none runs."""
     _waited: int = 0
@@ -550,8 +554,23 @@ class Observer:
                 self.learn("optimizer", describe_optimizer(optimizer), how)
             self._label_optimizer(optimizer)
 
+    def _note_idle_parameters(self) -> None:
+        """Note that parameters had no gradient in any step: a script may train them later only."""
+        groups = (group for optimizer in self.optimizers.values() for group in optimizer.param_groups)
+        trained = {
+            id(tensor): tensor for group in groups for tensor in group["params"] if tensor.requires_grad
+        }
+        idle = sum(tensor.numel() for key, tensor in trained.items() if key not in self._with_gradient)
+        total = sum(tensor.numel() for tensor in trained.values())
+        if idle > IDLE_SHARE * total:
+            self.notes[
+                f"{idle:,} of the {total:,} parameters of optimizers had no gradient in the steps that were "
+                "followed: if they are trained later, gradients and optimizer states grow then"
+            ] = None
+
     def note_optimizers(self) -> None:
-        """Note every optimizer that stepped, if there are several."""
+        """Note every optimizer that stepped, if there are several, and parameters that none has stepped."""
+        self._note_idle_parameters()
         kinds = Counter(
             (type(optimizer).__name__, self._step_counts[number])
             for number, optimizer in self.optimizers.items()
@@ -742,6 +761,7 @@ class Observer:
             for tensor in group["params"]:
                 _relabel(self.recorder, tensor, "weights")
                 if tensor.grad is not None:
+                    self._with_gradient.add(id(tensor))
                     _relabel(self.recorder, tensor.grad, "gradients")
         for state in optimizer.state.values():
             for value in tree_leaves(state):
