@@ -164,7 +164,7 @@ def train(rank, width):
 
 def main(devices):
     os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    mp.spawn(fn=train, nprocs=2, args=(64,), join=False).join()
+    mp.spawn(fn=train, nprocs=2, args=(512,), join=False).join()
 
 if __name__ == "__main__":
     mp.Process(target=main, args=("0,1",)).start()
@@ -174,5 +174,9 @@ if __name__ == "__main__":
 def test_processes_that_nobody_waits_for_are_followed() -> None:
     Path("spawned.py").write_text(SPAWNED, encoding="utf-8")
     command = parse_command([sys.executable, "spawned.py"], environment=os.environ)
-    values = values_of(estimate_script(command, as_cluster("2xH200")))
+    found = estimate_script(command, as_cluster("2xH200"))
+    values, parameters = values_of(found), 4 * (512 * 512 + 512)
     assert (values["strategy"], values["global_batch"]) == ("ddp", "8")
+    # The buckets in which gradients are sent are no weights.
+    assert parameters <= found.estimate.parts.weights < 1.5 * parameters
+    assert found.estimate.parts.communication >= parameters

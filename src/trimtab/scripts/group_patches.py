@@ -280,6 +280,7 @@ class FollowedDataParallel(torch.nn.Module):
         count = sum(parameter.numel() for parameter in parameters)
         with torch.no_grad():
             flat = torch.empty(count, dtype=first.dtype, device=first.device)
+        self.observer.label(flat, "gradients" if self._views else "communication")
         at = 0
         for parameter in parameters:
             view = flat[at : at + parameter.numel()].view(parameter.shape)

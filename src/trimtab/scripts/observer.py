@@ -756,6 +756,10 @@ class Observer:
                 if getattr(tensor, "grad", None) is not None:
                     _relabel(recorder, tensor.grad, "gradients", name)
 
+    def label(self, tensor: Any, part: str) -> None:
+        """Label a tensor in the recorder, if it is on the GPU."""
+        _relabel(self.recorder, tensor, part)
+
     def _label_optimizer(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
             for tensor in group["params"]:
