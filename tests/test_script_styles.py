@@ -44,6 +44,7 @@ def test_calls_of_ten_years_work() -> None:
     found = follow("old_style.py")
     assert values_of(found)["micro_batch"] == "4"
     assert not [note for note in found.estimate.assumptions if "failed" in note]
+    assert [note for note in found.estimate.assumptions if note.startswith("the GPU kernels of blur")]
     # Weights of the lazy layer are on the GPU too: 12 x 16, a GRU of 16 and a head of 16 x 8.
     assert found.trace.parameters == 12 * 16 + 16 + 6 * 16 * 16 + 6 * 16 + 16 * 8 + 8
 
@@ -144,3 +145,38 @@ def test_a_script_finds_a_terminal_where_the_user_has_one(monkeypatch: pytest.Mo
         with pytest.raises(WrongUse, match="exit code 91"):
             follow_script(command, as_cluster("H200").devices[0])
     os.close(keyboard)
+
+
+SPAWNED = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+def train(rank, width):
+    dist.init_process_group("nccl", init_method="tcp://localhost:29500", rank=rank, world_size=2)
+    net = nn.parallel.DistributedDataParallel(nn.Linear(width, width).cuda(), device_ids=[rank])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(6):
+        net(torch.randn(4, width).cuda()).sum().backward()
+        optimizer.step()
+
+def main(devices):
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    mp.spawn(fn=train, nprocs=2, args=(512,), join=False).join()
+
+if __name__ == "__main__":
+    mp.Process(target=main, args=("0,1",)).start()
+"""
+
+
+def test_processes_that_nobody_waits_for_are_followed() -> None:
+    Path("spawned.py").write_text(SPAWNED, encoding="utf-8")
+    command = parse_command([sys.executable, "spawned.py"], environment=os.environ)
+    found = estimate_script(command, as_cluster("2xH200"))
+    values, parameters = values_of(found), 4 * (512 * 512 + 512)
+    assert (values["strategy"], values["global_batch"]) == ("ddp", "8")
+    # The buckets in which gradients are sent are no weights.
+    assert parameters <= found.estimate.parts.weights < 1.5 * parameters
+    assert found.estimate.parts.communication >= parameters

@@ -17,6 +17,7 @@ from bench import zoo
 
 from trimtab.catalog.facts import fallback_facts
 from trimtab.errors import CannotFollow, JobFailed, WrongUse
+from trimtab.jobs.library_files import is_library_file
 from trimtab.predict.op_time import Rates, roofline_s
 from trimtab.spec import Work
 from trimtab.trace import cpu_check, data_dependent, fake_cuda, recurrent, worker
@@ -451,7 +452,7 @@ def test_a_failure_of_its_own_replaces_that_of_the_trace() -> None:
     ],
 )
 def test_what_belongs_to_a_package(file: str, installed: bool) -> None:
-    assert fake_cuda.is_library_file(file) is installed
+    assert is_library_file(file) is installed
 
 
 def test_a_matching_without_values_has_as_many_pairs() -> None:

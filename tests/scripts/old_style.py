@@ -4,6 +4,7 @@ import subprocess
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.cpp_extension import load
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor
@@ -44,6 +45,14 @@ torch.cuda.memory._record_memory_history(max_entries=1000)
 with torch.cuda.device(0):
     noise = Tensor(np.random.normal(0, 1, (4, 20, 12)))
 assert isinstance(noise, torch.cuda.FloatTensor) and noise.type() == "torch.cuda.FloatTensor"
+torch.set_default_tensor_type("torch.cuda.FloatTensor")
+assert torch.Tensor([10.0]).is_cuda and torch.zeros(1).is_cuda
+torch.set_default_tensor_type(torch.FloatTensor)
+assert not torch.Tensor([10.0]).is_cuda
+try:
+    blur = load("blur", ["blur.cpp", "blur.cu"])
+except Exception:  # the script has a slower way
+    blur = None
 mixing = torch.eye(4).to_sparse().cuda()
 model = Speech().cuda()
 model.share_memory()

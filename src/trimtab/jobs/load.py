@@ -18,6 +18,7 @@ from typing import Any
 from trimtab.catalog.torch_release import find_torch_release, require_supported_torch
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, WrongUse, find_nearest
 from trimtab.jobs.job import Job, has_embeddings
+from trimtab.jobs.library_files import is_library_file
 from trimtab.jobs.optimizers import has_optimizers
 from trimtab.jobs.options import list_options, set_options
 from trimtab.jobs.registry import (
@@ -310,7 +311,7 @@ def _failed_operation(error: Exception) -> str:
 
 
 def describe_location(error: BaseException, place: str = "") -> str:
-    """Return the file and line of an error in parentheses: the last frame outside installed packages."""
+    """Return the file and line of an error in parentheses: the last frame outside of Python and packages."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
@@ -318,9 +319,8 @@ def describe_location(error: BaseException, place: str = "") -> str:
     own = [
         frame
         for frame in frames
-        if not frame.filename.startswith((mine, "<")) and "site-packages" not in frame.filename
-        and "importlib" not in frame.filename
-    ]  # fmt: skip
+        if not frame.filename.startswith((mine, "<")) and not is_library_file(frame.filename)
+    ]
     if not own:
         return f" ({place})" if place else ""
     return f" ({own[-1].filename}, line {own[-1].lineno})"

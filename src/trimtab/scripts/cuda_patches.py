@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data._utils import worker as loader_workers
 
+from trimtab.errors import CannotFollow
 from trimtab.scripts.observer import find_script_line, put
 from trimtab.trace.fake_cuda import MODULE_PATCHES, FakeStream
 
@@ -45,6 +46,7 @@ def patch_cuda_tools(observer: Observer, device: Device) -> None:
     _patch_contexts()
     _patch_graphs(observer)
     _patch_nvml(device)
+    _patch_extensions(observer)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
@@ -86,6 +88,12 @@ def _patch_legacy_types() -> None:
     for name, made in types.items():
         put(torch.cuda, name, made)
     cast, set_default = torch.Tensor.type, torch.set_default_tensor_type
+    make: Any = torch.Tensor.__new__
+
+    def make_on_gpu(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a tensor on the GPU: a default device is for functions such as torch.zeros only."""
+        made = make(cls, *args, **kwargs)
+        return made.to("cuda") if cls is torch.Tensor and "device" not in kwargs else made
 
     def change_type(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, LegacyType):
@@ -97,7 +105,9 @@ def _patch_legacy_types() -> None:
         if isinstance(kind, LegacyType):
             torch.set_default_dtype(kind.dtype)
             torch.set_default_device("cuda")
+            put(torch.Tensor, "__new__", staticmethod(make_on_gpu))
             return
+        put(torch.Tensor, "__new__", staticmethod(make))
         torch.set_default_device("cpu")
         set_default(kind)
 
@@ -293,6 +303,56 @@ def _patch_nvml(device: Device) -> None:
     MODULE_PATCHES["pynvml"] = patch
     if "pynvml" in sys.modules:  # torch imports it if it is installed
         patch(sys.modules["pynvml"])
+
+
+# Extensions: a script may compile kernels of its own, and go on without them where that fails
+
+
+def has_gpu_sources(sources: Any) -> bool:
+    """Return whether source files of an extension are for a GPU.
+
+    >>> has_gpu_sources(["blur.cpp", "blur.cu"]), has_gpu_sources("align.cpp")
+    (True, False)
+    """
+    files = [sources] if isinstance(sources, str) else sources
+    return any(str(file).endswith((".cu", ".cuh", ".hip")) for file in files)
+
+
+def _patch_extensions(observer: Observer) -> None:
+    """Refuse to compile kernels for a GPU: they cannot run on tensors without memory."""
+
+    def refuse(name: str, line: str) -> None:
+        observer.notes[
+            f"the GPU kernels of {name}, which the script compiles ({line}), are not there: the estimate is "
+            "of what it uses instead of them"
+        ] = None
+        raise CannotFollow(
+            f"the extension {name} ({line})",
+            found="it has kernels for a GPU, and they cannot run here",
+            cure="If the script can go on without the extension, let it do so; the estimate is then of that.",
+        )
+
+    def patch(module: Any) -> None:
+        load, load_inline = module.load, module.load_inline
+
+        def load_sources(name: str, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            if has_gpu_sources(sources):
+                refuse(name, find_script_line())
+            return load(name, sources, *args, **kwargs)
+
+        def load_texts(
+            name: str, cpp_sources: Any, cuda_sources: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            if cuda_sources:
+                refuse(name, find_script_line())
+            return load_inline(name, cpp_sources, cuda_sources, *args, **kwargs)
+
+        put(module, "load", load_sources)
+        put(module, "load_inline", load_texts)
+
+    MODULE_PATCHES["torch.utils.cpp_extension"] = patch
+    if "torch.utils.cpp_extension" in sys.modules:
+        patch(sys.modules["torch.utils.cpp_extension"])
 
 
 # Worker processes of a loader: the loader runs in this process, and tells the data set that it is a worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,17 +65,42 @@ def patch_groups(observer: Observer, world_size: int) -> None:
     for name in ("barrier", "monitored_barrier"):
         put(dist, name, lambda *_, **__: None)
 
-    def spawn(function: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-        observer.learn("gpus", nprocs, "torch.multiprocessing.spawn")
-        function(0, *args)
-
-    put(torch.multiprocessing, "spawn", spawn)
+    _patch_spawn(observer)
     _patch_sharding(observer)
     _refuse_remote_calls()
     _watch_own_collectives(observer)
     FollowedDataParallel.observer = observer
     for place in (torch.nn.parallel, torch.nn.parallel.distributed):
         put(place, "DistributedDataParallel", FollowedDataParallel)
+
+
+class EndedProcesses:
+    """What `torch.multiprocessing.spawn` returns with join=False: here its processes have ended by then."""
+
+    processes: tuple[Any, ...] = ()
+
+    def join(self, *_: Any, **__: Any) -> bool:
+        """Return that all of them have ended."""
+        return True
+
+    def pids(self) -> list[int]:
+        """Return that there are none."""
+        return []
+
+
+def _patch_spawn(observer: Observer) -> None:
+    """Run the first of the processes that a script starts with torch.multiprocessing in this one."""
+
+    def spawn(
+        fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+    ) -> EndedProcesses | None:
+        observer.learn("gpus", nprocs, "torch.multiprocessing.spawn")
+        fn(0, *args)
+        return None if join else EndedProcesses()
+
+    for name in ("spawn", "start_processes"):
+        put(torch.multiprocessing, name, spawn)
+        put(sys.modules["torch.multiprocessing.spawn"], name, spawn)
 
 
 REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
@@ -254,6 +280,7 @@ class FollowedDataParallel(torch.nn.Module):
         count = sum(parameter.numel() for parameter in parameters)
         with torch.no_grad():
             flat = torch.empty(count, dtype=first.dtype, device=first.device)
+        self.observer.label(flat, "gradients" if self._views else "communication")
         at = 0
         for parameter in parameters:
             view = flat[at : at + parameter.numel()].view(parameter.shape)

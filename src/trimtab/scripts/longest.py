@@ -73,8 +73,10 @@ def _measure(dataset: Any) -> LongestSample | None:
 def _read_columns(dataset: Any) -> LongestSample | None:
     """Read the lengths of a datasets.Dataset from its table."""
     columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list):
+        return None
     table = getattr(getattr(dataset, "data", None), "table", None)
-    if not isinstance(columns, list) or table is None:
+    if table is None:
         return None
     try:
         compute: Any = import_module("pyarrow.compute")

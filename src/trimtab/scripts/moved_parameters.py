@@ -8,6 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
+from trimtab.trace.data_dependent import REAL_ATTRIBUTE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -33,8 +35,15 @@ def apply_to_module(module: Any, change: Callable[[Any], Any], recurse: bool = T
             module._parameters[name] = _move_parameter(parameter, change)
     for name, buffer in module._buffers.items():
         if buffer is not None and not _move_lazily(buffer, change):
-            module._buffers[name] = change(buffer)
+            module._buffers[name] = _forget_floats(change(buffer))
     return module
+
+
+def _forget_floats(buffer: Any) -> Any:
+    """Return a buffer without its values, if they are several and change with what the model computes."""
+    if buffer.is_floating_point() and buffer.numel() > 1:
+        buffer.__dict__.pop(REAL_ATTRIBUTE, None)
+    return buffer
 
 
 def _move_parameter(parameter: Any, change: Callable[[Any], Any]) -> Any:

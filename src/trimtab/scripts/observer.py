@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimtab.engine.quantize import count_weights
+from trimtab.jobs.library_files import is_library_file
 from trimtab.scripts.inference_calls import InferenceCalls, forget_memory
 from trimtab.spec import PARTS, ScriptFact, Trace
-from trimtab.trace.fake_cuda import is_library_file
 from trimtab.trace.recorder import CALL_WORK, ENTER_WORK, LEAVE_WORK, OWN_FOLDER, UPDATE_WORK
 from trimtab.trace.repeated_steps import repeat_step
 
@@ -54,6 +54,10 @@ LOW_BIT_PACKAGES = ("bitsandbytes", "torchao")
 """Packages whose optimizers store states in few bits; some have the names of torch's classes."""
 TRAINS = "_trimtab_trains"
 """Attribute of a loader whose batches are trained on."""
+IDLE_SHARE = 0.05
+"""Share of parameters without a gradient that is worth a note."""
+EDGE_ROWS = 2
+"""Rows of a tensor with the edges of a graph: where they begin and where they end."""
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
 
 
@@ -230,12 +234,20 @@ class Observer:
     made_optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Optimizers of torch.optim that the script has made, and still has."""
     _step_counts: dict[int, int] = field(default_factory=dict)
+    _units_stepped: int = 0
+    """Micro-batches of the current step whose gradients an optimizer has used."""
+    _with_gradient: set[int] = field(default_factory=set)
+    """Ids of the parameters that had a gradient when their optimizer stepped."""
+    _first_in_step: int | None = None
+    """How many micro-batches there were when the running optimizer step began; None if none runs."""
     _waited: int = 0
     _waits_until: float = 0.0
     _reported_at: float = 0.0
     """When the backward passes without an optimizer step were last shown."""
     decoding: Any = None
     """Shortens the generation of texts: the Decoding of generation_patches."""
+    run_waiting: Callable[[], None] | None = None
+    """Run the first training process that the script has started and does not wait for."""
     has_optimizer: bool = False
     """Whether the script has made an optimizer of torch.optim."""
     inference: InferenceCalls = field(init=False)
@@ -262,7 +274,10 @@ class Observer:
             return self._enter(call, module, args, kwargs)
         self._begin_root(module)
         # Some scripts evaluate without torch.no_grad; their models are then in evaluation mode.
-        training = torch.is_grad_enabled() and (module.training or not self.is_over)
+        # One that is not called for its own sake, but for gradients of its inputs, may be in it always.
+        training = torch.is_grad_enabled() and (
+            module.training or not self.is_over or any(map(_needs_gradient, tree_leaves((args, kwargs))))
+        )
         if training and self._has_backward and not self.has_optimizer:
             # The script changes its parameters itself: what it did after the backward pass was its step.
             self._has_backward = False
@@ -297,16 +312,17 @@ class Observer:
         self._has_outer_call |= not takes_gradients
         key = (id(module), self._call_number)
         self._call_number += 1
-        signature = describe_inputs(args, kwargs)
+        inputs = describe_inputs(args, kwargs)
+        signature = (is_trained(module), inputs)
         if not self._inputs:
             self._forward_begin = len(self.recorder.sequence)
-        self._inputs.append((id(module), signature))
+        self._inputs.append((id(module), inputs))
         cached = self._calls.get(key)
         if cached is None or cached.signature != signature:
             cached = self._calls[key] = CachedCall(signature, None)
         elif self.can_skip() and not takes_gradients:
             self._is_skipped = True
-            return self._repeat_outputs(module, cached.outputs)
+            return self._repeat_outputs(module, cached.outputs, (args, kwargs))
         before, passes, begin = self._copy_noted(), self.passes, len(self.recorder.order)
         if not self._is_inner:
             self._note_training_call(module, args, kwargs)
@@ -345,8 +361,9 @@ class Observer:
         if precision is None:
             self.facts.pop("precision", None)
 
-    def _repeat_outputs(self, module: Any, outputs: Any) -> Any:
-        anchor = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
+    def _repeat_outputs(self, module: Any, outputs: Any, inputs: Any) -> Any:
+        # A frozen model passes gradients on to its inputs.
+        anchor = next(filter(_needs_gradient, (*module.parameters(), *tree_leaves(inputs))), None)
 
         def again(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -362,10 +379,15 @@ class Observer:
         units = self.units
         if self.is_over:
             return self.has_optimizer
+        if self._first_in_step is not None and len(units) > self._first_in_step:
+            # The optimizer calls the model itself, and again: these passes are no accumulation.
+            return False
+        # What comes after the step of another optimizer repeats none of what came before.
+        count = len(units) - self._units_stepped
         if self.steps == STEPS - 1 and self.accumulation > 1:
             # The step before showed how memory grows in the second micro-batch.
-            return len(units) > 0
-        return len(units) > 1 and units[-1].repeats(units[-2])
+            return count > 0
+        return count > 1 and units[-1].repeats(units[-2])
 
     def _enter(
         self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any, root: bool = False
@@ -443,7 +465,8 @@ class Observer:
         # Samples x positions, or samples x choices x positions; labels may come first, and have one side.
         sides = (2,) if any(tensor.is_floating_point() for tensor in shaped) else (2, 3)
         tokens = [tensor for tensor in shaped if tensor.dim() in sides and not tensor.is_floating_point()]
-        if tokens:
+        # The edges of a graph are two rows, of any length.
+        if tokens and (tokens[0].shape[0] == first.shape[0] or tokens[0].shape[0] != EDGE_ROWS):
             length = tokens[0].shape[-1]
             self.lengths[length] = self.lengths.get(length, 0) + 1
 
@@ -531,8 +554,23 @@ class Observer:
                 self.learn("optimizer", describe_optimizer(optimizer), how)
             self._label_optimizer(optimizer)
 
+    def _note_idle_parameters(self) -> None:
+        """Note that parameters had no gradient in any step: a script may train them later only."""
+        groups = (group for optimizer in self.optimizers.values() for group in optimizer.param_groups)
+        trained = {
+            id(tensor): tensor for group in groups for tensor in group["params"] if tensor.requires_grad
+        }
+        idle = sum(tensor.numel() for key, tensor in trained.items() if key not in self._with_gradient)
+        total = sum(tensor.numel() for tensor in trained.values())
+        if idle > IDLE_SHARE * total:
+            self.notes[
+                f"{idle:,} of the {total:,} parameters of optimizers had no gradient in the steps that were "
+                "followed: if they are trained later, gradients and optimizer states grow then"
+            ] = None
+
     def note_optimizers(self) -> None:
-        """Note every optimizer that stepped, if there are several."""
+        """Note every optimizer that stepped, if there are several, and parameters that none has stepped."""
+        self._note_idle_parameters()
         kinds = Counter(
             (type(optimizer).__name__, self._step_counts[number])
             for number, optimizer in self.optimizers.items()
@@ -546,8 +584,24 @@ class Observer:
             how = "all that stepped" + ", and how often" * (len(rates) > 1)
             self.learn("optimizers", ", ".join(texts), how, "")
 
+    def begin_step(self) -> None:
+        """Note that an optimizer begins its step; it may call a closure with backward passes."""
+        self._first_in_step = len(self.units)
+
+    def _join_passes_of_step(self) -> None:
+        """Take several backward passes within one optimizer step, such as those of L-BFGS, for one."""
+        first, self._first_in_step = self._first_in_step, None
+        if first is None or len(self.units) - first <= 1:
+            return
+        own = self.units[first:]
+        calls = tuple(call for unit in own for call in unit.calls)
+        forward = hash(tuple(unit.forward for unit in own))
+        self.units[first:] = [MicroBatchWork(own[0].begin, own[-1].end, calls, forward, skipped=False)]
+
     def end_step(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; None if the script changes its parameters without one."""
+        self._join_passes_of_step()
+        self._units_stepped = len(self.units)
         if "step0" not in self.recorder.marks:
             return
         if self._backward_depth:
@@ -643,7 +697,7 @@ class Observer:
         else:
             self.sequence, self.engine = tuple(sequence), tuple(engine)
         self.recomputed_flops = recorder.recomputed_flops // max(1, sum(not unit.skipped for unit in units))
-        self.units = []
+        self.units, self._units_stepped = [], 0
         self._reported_at = 0.0
         self._begin_micro_batch()
         recorder.sequence, recorder.by_engine = [], []
@@ -702,11 +756,16 @@ class Observer:
                 if getattr(tensor, "grad", None) is not None:
                     _relabel(recorder, tensor.grad, "gradients", name)
 
+    def label(self, tensor: Any, part: str) -> None:
+        """Label a tensor in the recorder, if it is on the GPU."""
+        _relabel(self.recorder, tensor, part)
+
     def _label_optimizer(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 _relabel(self.recorder, tensor, "weights")
                 if tensor.grad is not None:
+                    self._with_gradient.add(id(tensor))
                     _relabel(self.recorder, tensor.grad, "gradients")
         for state in optimizer.state.values():
             for value in tree_leaves(state):
@@ -768,6 +827,15 @@ def _relabel(recorder: ScriptRecorder, tensor: Any, part: str, module: str | Non
 def has_parameters(module: Any) -> bool:
     """Return whether a module has parameters of its own or in a part of it."""
     return next(iter(module.parameters()), None) is not None
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def is_trained(module: Any) -> bool:
+    """Return whether a parameter of a module gets gradients; scripts turn that off and on."""
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def wants_input_gradients(args: Any, kwargs: Any) -> bool:

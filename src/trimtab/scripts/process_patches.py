@@ -11,6 +11,8 @@ import torch
 
 from trimtab.scripts.observer import Observer, find_script_line, put
 
+GPU_WORDS = ("init_distributed", "CUDA_VISIBLE_DEVICES", "cuda.set_device")
+"""A function with one of these runs in processes that have a GPU each."""
 BaseProcess = multiprocessing.process.BaseProcess
 
 
@@ -32,7 +34,7 @@ def patch_processes(observer: Observer) -> None:
 
     def run_first() -> None:
         """Run the first process once the script waits: all of them have been started then."""
-        if done:
+        if done or not waiting:
             return
         done.update(id(process) for process in waiting)
         first = waiting[0]
@@ -55,6 +57,7 @@ def patch_processes(observer: Observer) -> None:
         run_first()
         return False
 
+    observer.run_waiting = run_first
     put(BaseProcess, "start", start_process)
     put(BaseProcess, "join", join_process)
     put(BaseProcess, "is_alive", is_process_alive)
@@ -65,19 +68,28 @@ def _is_waiting(process: Any, waiting: list[Any]) -> bool:
 
 
 def trains(process: Any) -> bool:
-    """Return whether a process is one that trains: it gets a model, or starts a process group."""
+    """Return whether a process trains: it gets a model, starts a process group, or takes a GPU."""
     target = getattr(process, "_target", None)
     given = [*getattr(process, "_args", ()), *getattr(process, "_kwargs", {}).values()]
     if any(isinstance(value, torch.nn.Module) and has_any_parameter(value) for value in given):
         return True
     if target is None or any(_is_channel(value) for value in given):
         return False
-    module = sys.modules.get(getattr(target, "__module__", ""), None)
-    try:
-        text = inspect.getsource(module) if module is not None else ""
-    except (OSError, TypeError):
+    if type(process).__module__.startswith("torch.utils.data"):
         return False
-    return "init_process_group" in text and not type(process).__module__.startswith("torch.utils.data")
+    module = sys.modules.get(getattr(target, "__module__", ""), None)
+    if "init_process_group" in _read_source(module):
+        return True
+    text = _read_source(target)
+    return any(word in text for word in GPU_WORDS)
+
+
+def _read_source(owner: Any) -> str:
+    """Return the source text of a module or function; empty if there is none."""
+    try:
+        return inspect.getsource(owner)
+    except (OSError, TypeError):
+        return ""
 
 
 def has_any_parameter(module: torch.nn.Module) -> bool:

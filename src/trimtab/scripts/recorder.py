@@ -27,7 +27,7 @@ from trimtab.scripts.repeated_ops import (
 )
 from trimtab.spec import Work
 from trimtab.spec.trace import SHARDED, WRAPPED
-from trimtab.trace.data_dependent import REAL_ATTRIBUTE
+from trimtab.trace.data_dependent import MAX_REAL_FLOATS, REAL_ATTRIBUTE
 from trimtab.trace.fake_ops import make_sparse
 from trimtab.trace.recorder import (
     DEVICE,
@@ -52,6 +52,9 @@ SHARDING_OPS = {"fsdp::all_gather_copy_in", "fsdp::chunk_cat"}
 """Operations on the parameters of a block before they are gathered, and on gradients before a reduction."""
 UNSEEN: Any = object()
 """Stands for an operation that was not run before."""
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+FEW_FLOATS = 1024
+"""Floating-point numbers that keep their values, such as random ones from which places in samples follow."""
 WAIT = Work(op="aten::_to_copy", kind="wait", dtype="")
 NUMPY_DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 
@@ -225,9 +228,23 @@ class ScriptRecorder(Recorder):
     @staticmethod
     def _keep_values(real: torch.Tensor, out: Any) -> None:
         """Keep the values of a small tensor, so that lengths, masks and positions stay known."""
-        if isinstance(out, FakeTensor) and real.numel() <= KNOWN_NUMBERS and not real.is_floating_point():
-            with _disable_current_modes():
+        if not isinstance(out, FakeTensor) or real.numel() > KNOWN_NUMBERS or real.device.type != "cpu":
+            return
+        with _disable_current_modes():
+            if not real.is_floating_point() or _is_worth_keeping(real):
                 setattr(out, REAL_ATTRIBUTE, real.detach().to(out.dtype).clone())
+
+
+def _is_worth_keeping(real: torch.Tensor) -> bool:
+    """Return whether floating-point numbers are a mask, labels, lengths, a flag, or a few of any kind.
+
+    Many equal numbers are not: a buffer that begins with zeros changes with what the model computes.
+    """
+    if real.numel() > MAX_REAL_FLOATS or real.dtype not in FLOAT_DTYPES or real.layout is not torch.strided:
+        return False
+    if real.numel() > FEW_FLOATS and not bool((real == real.round()).all()):
+        return False
+    return real.numel() <= 1 or bool((real != real.flatten()[0]).any())
 
 
 def _uses_gpu(*values: Any) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from trimtab.scripts.file_patches import patch_files
 from trimtab.scripts.generation_patches import patch_generation
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
-from trimtab.scripts.observer import TRAINS, Observer, find_script_line, put
+from trimtab.scripts.observer import STEPS, TRAINS, Observer, find_script_line, put
 from trimtab.scripts.operation_patches import patch_operations
 from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
@@ -49,6 +50,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     _patch_fake_tensors(fake_mode)
     _patch_modules(observer)
     _patch_optimizers(observer)
+    _patch_lbfgs(observer)
     _patch_backward(observer)
     _patch_loaders(observer)
     _patch_cuda(observer, devices)
@@ -168,9 +170,6 @@ def find_moved_parameters(optimizer: Any) -> None:
 
 
 def _patch_optimizers(observer: Observer) -> None:
-    def before(optimizer: Any, _: Any, __: Any) -> None:
-        find_moved_parameters(optimizer)
-
     make: Any = torch.optim.Optimizer.__init__
 
     @functools.wraps(make)
@@ -184,12 +183,48 @@ def _patch_optimizers(observer: Observer) -> None:
 
     @functools.wraps(original)
     def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before(optimizer, None, None)
+        find_moved_parameters(optimizer)
         return original(optimizer, *args, **kwargs)
 
+    def begin_step(optimizer: Any, _: Any, __: Any) -> None:
+        find_moved_parameters(optimizer)
+        observer.begin_step()
+
     put(torch.optim.Optimizer, "zero_grad", zero_grad)
-    optimizers.register_optimizer_step_pre_hook(before)
+    optimizers.register_optimizer_step_pre_hook(begin_step)
     optimizers.register_optimizer_step_post_hook(lambda optimizer, _, __: observer.end_step(optimizer))
+
+
+def _patch_lbfgs(observer: Observer) -> None:
+    """Let L-BFGS take all of its iterations in a step: whether it stops early depends on values.
+
+    Its memory of directions is full after several steps. Fill it before the last step that is followed.
+    """
+    original: Any = torch.optim.LBFGS.step
+
+    @functools.wraps(original)
+    def step(optimizer: Any, closure: Any) -> Any:
+        group = optimizer.param_groups[0]
+        tolerance = group["tolerance_change"]
+        observer.notes[
+            f"L-BFGS is taken to need all of its {group['max_iter']} iterations in a step, and to remember "
+            f"{group['history_size']} directions"
+        ] = None
+        if observer.steps == STEPS - 1:
+            state = optimizer.state[optimizer._params[0]]
+            directions, steps, factors = (state.get(name, []) for name in ("old_dirs", "old_stps", "ro"))
+            while directions and len(directions) < group["history_size"]:
+                directions.append(torch.empty_like(directions[-1]))
+                steps.append(torch.empty_like(steps[-1]))
+                factors.append(factors[-1])
+        # Neither the slope nor the progress is below it, whatever they are taken to be.
+        group["tolerance_change"] = -math.inf
+        try:
+            return original(optimizer, closure)
+        finally:
+            group["tolerance_change"] = tolerance
+
+    put(torch.optim.LBFGS, "step", step)
 
 
 def _prepare_thread(_: Any) -> None:

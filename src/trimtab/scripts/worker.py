@@ -6,6 +6,7 @@ has taken three optimizer steps. The result is a file of JSON: the trace, and wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -73,7 +74,7 @@ def run_worker(request_file: str, result_file: str) -> None:
     torch._C._set_only_lift_cpu_tensors(True)
     with recorder:
         try:
-            _run_script(request)
+            _run_to_its_end(request, observer)
         except SystemExit as end:
             if end.code not in (None, 0) and not observer.steps:
                 _write(result_file, ScriptResult(error=_describe_exit(request, end).to_dict()))
@@ -94,8 +95,10 @@ def run_worker(request_file: str, result_file: str) -> None:
 
 
 def _end_process() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A script may have put an object of its own there, which cannot be flushed.
+        with contextlib.suppress(Exception):
+            stream.flush()
     os._exit(0)
 
 
@@ -117,6 +120,13 @@ def _set_environment(request: ScriptRequest) -> None:
     write_program(programs, name=device.name, memory_bytes=device.memory_bytes, count=request.devices)
     os.environ["PATH"] = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(request.devices)))
+
+
+def _run_to_its_end(request: ScriptRequest, observer: Observer) -> None:
+    """Run the script, and the processes that Python waits for when it ends."""
+    _run_script(request)
+    if observer.run_waiting is not None:
+        observer.run_waiting()
 
 
 def _run_script(request: ScriptRequest) -> None:
@@ -242,7 +252,8 @@ def _print_own_traceback(error: BaseException) -> None:
         frames = [frame for frame in shown.stack if not _is_import_patch(frame)]
         shown.stack = traceback.StackSummary.from_list(frames)
         shown = shown.__cause__ or shown.__context__
-    sys.stderr.writelines(printed.format())
+    # The script may have put an object of its own in the place of sys.stderr.
+    print(*printed.format(), sep="", end="", file=sys.__stderr__)
 
 
 def _is_import_patch(frame: traceback.FrameSummary) -> bool:

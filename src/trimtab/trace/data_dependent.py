@@ -9,6 +9,7 @@ real, so the sizes of slices add up. The rest is assumed, and the estimate lists
 
 from __future__ import annotations
 
+import operator
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,8 @@ EXAMPLE_ATTRIBUTE = "_trimtab_example"
 SPREAD_NOTE = "indices that follow from data, such as the experts of tokens, are taken to be evenly spread"
 HALF_NOTE = "half of the entries of a mask whose values follow from data are taken to be set"
 ORDER_NOTE = "a check that no number of one tensor is above that of another is taken to hold"
+LIMIT_NOTE = "a check that all numbers of a tensor are on one side of a limit is taken to hold"
+ITEM_NOTE = "a number read from the device with .item() is taken to be 1"
 EQUAL_NOTE = "a check that all numbers of two tensors are equal is taken to hold"
 CONSTANT_SHARES = {"aten::isfinite": 1.0, "aten::isnan": 0.0, "aten::isinf": 0.0}
 SAME_VALUE_OPS = {
@@ -71,7 +74,7 @@ DRAWN_ATTRIBUTE = "_trimtab_drawn"
 """Attribute of a tensor with known values that follow from random numbers of a step."""
 VALUE_ATTRIBUTES = (
     DRAWN_ATTRIBUTE, REAL_ATTRIBUTE, EXAMPLE_ATTRIBUTE, RAGGED_ATTRIBUTE, "_trimtab_value", "_trimtab_share",
-    "_trimtab_range", "_trimtab_order",
+    "_trimtab_range", "_trimtab_order", "_trimtab_compared",
 )  # fmt: skip
 """Attributes of a fake tensor that say something about its values."""
 PUT_WORDS = ("index_put", "index_add", "index_copy", "index_fill", "scatter")
@@ -80,6 +83,15 @@ VALUE_KEEPING_OPS = {"aten::_amp_foreach_non_finite_check_and_unscale_"}
 """Operations in place that leave known values valid: this one sets a flag only on overflow."""
 
 
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "aten::gt": operator.gt,
+    "aten::ge": operator.ge,
+    "aten::lt": operator.lt,
+    "aten::le": operator.le,
+    "aten::eq": operator.eq,
+    "aten::ne": operator.ne,
+}
+LIMIT_OPS = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
 FACTORY_OPS = {
     "aten::arange", "aten::randint", "aten::full", "aten::zeros", "aten::ones", "aten::eye",
     "aten::scalar_tensor", "aten::randperm", "aten::rand", "aten::tril_indices", "aten::triu_indices",
@@ -259,11 +271,14 @@ class ValueTracker:
                 if tensor is out or out is target:
                     tensor._trimtab_share = index.shape[dim] / target.shape[dim]
 
-    def _record_mask(  # noqa: C901 - one case for each kind
+    def _record_mask(  # noqa: C901, PLR0912 - one case for each kind
         self, name: str, args: tuple[Any, ...], out: torch.Tensor
     ) -> None:
         share: float | None = CONSTANT_SHARES.get(name)
-        if name in {"aten::eq", "aten::ne"}:
+        if name in COMPARISONS and (answer := _compare_number(name, args)) is not None:
+            # The same as of the number that `.item()` would read.
+            out._trimtab_compared, share = True, float(answer)  # type: ignore[attr-defined]
+        elif name in {"aten::eq", "aten::ne"}:
             reach = getattr(args[0], "_trimtab_range", None) or getattr(args[1], "_trimtab_range", None)
             value = getattr(args[0], "_trimtab_value", None)
             if reach:
@@ -281,6 +296,8 @@ class ValueTracker:
             share = min(1.0, source_share * max(reduction, 1))
         elif name in ("aten::ge", "aten::le") and isinstance(args[1], torch.Tensor):
             out._trimtab_order = ORDER_NOTE  # type: ignore[attr-defined]
+        elif name in LIMIT_OPS and _are_floats(args[:1]):
+            out._trimtab_order = LIMIT_NOTE  # type: ignore[attr-defined]
         elif name == "aten::all" and (note := getattr(args[0], "_trimtab_order", "")):
             self.assume(note)
             share = 1.0
@@ -346,11 +363,13 @@ class ValueTracker:
             with _disable_current_modes():
                 return values.item()
         if tensor.dtype == torch.bool:
+            if hasattr(tensor, "_trimtab_compared"):
+                self.assume(ITEM_NOTE)
             return self.estimate_share(tensor) >= HALF
         reach = getattr(tensor, "_trimtab_range", None)
         if reach:
             return int(reach - 1)
-        self.assume("a number read from the device with .item() is taken to be 1")
+        self.assume(ITEM_NOTE)
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _answer_comparison(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -499,6 +518,21 @@ def read_example(tensor: Any) -> Example | None:
 def _are_floats(values: tuple[Any, ...]) -> bool:
     """Whether all values are tensors of floating-point numbers: equal ones are copies of each other."""
     return all(isinstance(value, torch.Tensor) and value.dtype.is_floating_point for value in values)
+
+
+def _compare_number(name: str, args: tuple[Any, ...]) -> bool | None:
+    """Return how a number that the model computes compares with a plain one, if it is taken to be 1.
+
+    None for masks: several numbers, or one of which more is known.
+    """
+    tensor, limit = args[:2]
+    if isinstance(limit, torch.Tensor):
+        # A number that is not equal to itself would not be a number.
+        return name == "aten::eq" if limit is tensor and name in ("aten::eq", "aten::ne") else None
+    has_more = any(hasattr(tensor, tag) for tag in ("_trimtab_value", "_trimtab_range", EXAMPLE_ATTRIBUTE))
+    if tensor.numel() != 1 or tensor.dtype == torch.bool or tensor.dtype.is_complex or has_more:
+        return None
+    return COMPARISONS[name](1.0, float(limit))
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

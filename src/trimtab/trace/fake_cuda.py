@@ -18,7 +18,6 @@ import platform
 import re
 import struct
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +26,7 @@ import torch
 from torch.nn import init
 
 from trimtab.catalog.devices import has_bf16, parse_capability
+from trimtab.jobs.library_files import is_library_file
 from trimtab.trace.common_devices import note_special_fact
 from trimtab.trace.followed_functions import is_fake_tensor
 from trimtab.units import MIB
@@ -187,34 +187,6 @@ def _install_hooks(library: ctypes.CDLL, names: list[str], functions: dict[str, 
 
 SEES_CUDA = {"torch", "triton", "transformers", "trimtab", "liger_kernel"}
 """Top-level packages that see the fake device when they are imported."""
-PACKAGE_FOLDERS = ("site-packages", "dist-packages")
-
-
-@functools.cache
-def _library_folders() -> tuple[Path, ...]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    return tuple({Path(sysconfig.get_path(name)).resolve() for name in names})
-
-
-def is_library_file(file: str) -> bool:
-    """Whether a file belongs to Python or to an installed package, instead of the job.
-
-    >>> is_library_file("/usr/lib/python3/dist-packages/numpy/__init__.py")
-    True
-    >>> is_library_file("/home/me/job.py")
-    False
-    """
-    path = Path(file)
-    return any(part in PACKAGE_FOLDERS for part in path.parts) or any(
-        folder in path.parents for folder in (*_library_folders(), *_target_folders(tuple(sys.path)))
-    )
-
-
-@functools.lru_cache(maxsize=8)
-def _target_folders(search_path: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the folders on Python's path that packages were installed to, as `pip --target` does."""
-    folders = [Path(entry) for entry in search_path if entry and Path(entry).is_dir()]
-    return tuple(folder.resolve() for folder in folders if next(folder.glob("*.dist-info"), None))
 
 
 def _patch_linear_sum_assignment(module: Any) -> None:

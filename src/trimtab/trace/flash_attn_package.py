@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from trimtab.jobs.library_files import is_library_file
 from trimtab.trace.block_masks import find_recorder
-from trimtab.trace.fake_cuda import MODULE_PATCHES, is_library_file
+from trimtab.trace.fake_cuda import MODULE_PATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
