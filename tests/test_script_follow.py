@@ -621,6 +621,36 @@ def test_backward_passes_of_the_chunks_of_a_loss_are_part_of_a_micro_batch(
     assert sum(work.kind == "matrix" for work in ran) == 4 * 3 + 3
 
 
+CACHED_GRADIENTS = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Embedding(1000, 64), nn.Flatten(), nn.Linear(16 * 64, 64)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+texts = torch.randint(0, 1000, (320, 16))
+for batch in torch.utils.data.DataLoader(texts, batch_size=40):
+    parts = batch.cuda().split(8)
+    with torch.no_grad():
+        vectors = torch.cat([model(part) for part in parts])
+    vectors.requires_grad_()
+    (vectors @ vectors.T).logsumexp(-1).mean().backward()
+    for part, gradient in zip(parts, vectors.grad.split(8)):
+        (model(part) * gradient).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_every_part_of_a_batch_with_cached_gradients_counts(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow("train.py", script=CACHED_GRADIENTS)
+    assert facts_of(found).items() >= {"micro_batch": "40", "accumulation": "1", "global_batch": "40"}.items()
+    where = {fact.name: fact.where for fact in found.script.found}
+    assert "the model gets them in parts of 8" in where["micro_batch"]
+    ran = [found.trace.works[number] for number in found.trace.sequence]
+    # Five parts: once without a graph, then forward and twice backward. Then the similarities.
+    assert sum(work.kind == "matrix" for work in ran) == 5 * 4 + 3
+
+
 OWN_LOADER = """
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info

@@ -151,6 +151,7 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
         accumulation=observer.accumulation,
         is_mean=observer.is_mean,
         passes=observer.passes,
+        passes_of_step=observer.passes_of_step,
         fetched=tuple(observer.fetched.items()),
         micro_batches=tuple(observer.micro_batches.items()),
         lengths=tuple(observer.lengths.items()),
