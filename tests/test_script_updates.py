@@ -220,7 +220,8 @@ def test_generated_texts_are_as_long_as_they_may_get(tmp_path: Path) -> None:
 def test_a_refused_download_is_named_as_the_cause() -> None:
     record = SandboxRecord(scratch="")
     missing = RuntimeError("the tokenizer cannot be loaded")
-    missing.__cause__ = OSError("Cannot reach the hub: offline mode is enabled.")
+    missing.__cause__ = RuntimeError("a part of it cannot be loaded")
+    missing.__cause__.__cause__ = OSError("Cannot reach the hub: offline mode is enabled.")
     error = describe_failure(missing, record)
     assert isinstance(error, JobFailed)
     assert "once without trimtab" in error.cure
