@@ -16,9 +16,12 @@ from trimtab.scripts.command import parse_command
 from trimtab.scripts.estimate import estimate_script
 from trimtab.scripts.observer import describe_optimizer
 from trimtab.scripts.sandbox_record import SandboxRecord
+from trimtab.scripts.torch_patches import is_read_by_loop
 from trimtab.scripts.worker import describe_failure, list_writes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trimtab.scripts.estimate import ScriptEstimate
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -229,6 +232,39 @@ def test_a_refused_download_is_named_as_the_cause() -> None:
     assert "once without trimtab" not in describe_failure(FileNotFoundError("data.bin"), record).cure
     record.add_network("huggingface.co:443")
     assert "once without trimtab" in describe_failure(FileNotFoundError("data.bin"), record).cure
+
+
+class Batches:
+    """An iterator that answers whether a loop reads it."""
+
+    count = 0
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> bool:
+        self.count += 1
+        if self.count > 2:
+            raise StopIteration
+        return is_read_by_loop()
+
+
+def read_all(batches: Batches) -> Iterator[bool]:
+    for batch in batches:  # noqa: UP028 - a loop in a generator, as scripts have it
+        yield batch
+
+
+def test_an_evaluation_ends_early_only_where_a_loop_reads_the_loader() -> None:
+    for batches in (Batches(), read_all(Batches())):
+        for _, is_read in enumerate(batches):
+            assert is_read
+    assert count_reads(read_all(Batches())) == 2
+    assert not next(Batches())
+    assert not next(read_all(Batches()))
+
+
+def count_reads(batches: Iterator[bool]) -> int:
+    return sum(batches)
 
 
 def test_files_that_are_not_written_are_grouped_by_folder() -> None:

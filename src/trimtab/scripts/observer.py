@@ -71,15 +71,16 @@ def find_script_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(("<", OWN_FOLDER)) and not _is_library(file):
+        if is_script_file(file):
             return f"{_short_path(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_library(file: str) -> bool:
-    return is_library_file(file)
+def is_script_file(file: str) -> bool:
+    """Return whether a file of Python code is the user's: not of trimtab, nor of a package or of Python."""
+    return not file.startswith(("<", OWN_FOLDER)) and not is_library_file(file)
 
 
 @functools.lru_cache(maxsize=256)
