@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from trimtab.errors import CannotFollow, JobFailed
 from trimtab.probe.detect import as_cluster
 from trimtab.scripts.command import parse_command
+from trimtab.scripts.deepspeed_patches import patch_calls
 from trimtab.scripts.estimate import estimate_script
 from trimtab.scripts.observer import describe_optimizer
 from trimtab.scripts.sandbox_record import SandboxRecord
@@ -232,6 +235,21 @@ def test_a_refused_download_is_named_as_the_cause() -> None:
     assert "once without trimtab" not in describe_failure(FileNotFoundError("data.bin"), record).cure
     record.add_network("huggingface.co:443")
     assert "once without trimtab" in describe_failure(FileNotFoundError("data.bin"), record).cure
+
+
+def test_deepspeed_is_refused_when_it_is_used_or_missing() -> None:
+    missing = PackageNotFoundError("The 'deepspeed>=0.9.3' distribution was not found and is required.")
+    error = describe_failure(missing, SandboxRecord(scratch=""))
+    assert isinstance(error, CannotFollow)
+    assert "--fsdp full_shard" in error.cure
+    # A script may import the package and leave it out: then it only has to be installed.
+    absent = ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
+    assert "Install what is missing" in describe_failure(absent, SandboxRecord(scratch="")).cure
+    package: Any = SimpleNamespace(initialize=None, zero=SimpleNamespace(Init=None))
+    patch_calls(package)
+    for use in (package.initialize, package.zero.Init):
+        with pytest.raises(CannotFollow, match="cannot follow DeepSpeed"):
+            use(config={})
 
 
 class Batches:

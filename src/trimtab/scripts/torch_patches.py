@@ -24,6 +24,7 @@ from trimtab.errors import CannotFollow
 from trimtab.scripts.bitsandbytes_patches import patch_bitsandbytes
 from trimtab.scripts.compile_patches import patch_compile
 from trimtab.scripts.cuda_patches import act_as_worker, copy_for_worker, patch_cuda_tools
+from trimtab.scripts.deepspeed_patches import patch_deepspeed
 from trimtab.scripts.file_patches import patch_files
 from trimtab.scripts.generation_patches import patch_generation
 from trimtab.scripts.group_patches import patch_groups
@@ -67,6 +68,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     hide_fake_tensors()
     patch_generation(observer)
     patch_bitsandbytes(observer, fake_mode)
+    patch_deepspeed()
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.
