@@ -17,6 +17,7 @@ from trimtab.probe.detect import as_cluster
 from trimtab.scripts.command import parse_command
 from trimtab.scripts.deepspeed_patches import patch_calls
 from trimtab.scripts.estimate import estimate_script
+from trimtab.scripts.follow import has_timed_out, read_waited_s
 from trimtab.scripts.observer import describe_optimizer
 from trimtab.scripts.sandbox_record import SandboxRecord
 from trimtab.scripts.torch_patches import is_read_by_loop
@@ -283,6 +284,14 @@ def test_an_evaluation_ends_early_only_where_a_loop_reads_the_loader() -> None:
 
 def count_reads(batches: Iterator[bool]) -> int:
     return sum(batches)
+
+
+def test_the_time_in_which_a_script_waits_for_a_cpu_does_not_count() -> None:
+    assert has_timed_out(901, 0, 900)
+    assert not has_timed_out(2_000, 1_500, 900)
+    assert has_timed_out(4_000, 3_900, 900)
+    assert read_waited_s(os.getpid()) >= 0
+    assert read_waited_s(2**30) == 0
 
 
 def test_files_that_are_not_written_are_grouped_by_folder() -> None:
