@@ -190,6 +190,35 @@ def test_ranks_whose_gradients_the_script_adds_up_are_counted(
         assert not notes
 
 
+UNITS = (
+    MODEL
+    + """
+import functools
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+dist.init_process_group("nccl")
+wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential})
+net = FullyShardedDataParallel(Net(), auto_wrap_policy=wrap, device_id=0)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    net(torch.randint(0, 1000, (16, 64), device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
+
+def test_a_model_on_the_cpu_is_moved_by_its_sharded_units(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", on="2xH100", script=UNITS
+    )
+    assert facts_of(found)["strategy"] == "fsdp"
+    whole = 4 * (2 * 1000 * 256 + 1000 + 4 * (2 * 256 * 1024 + 256 + 1024 + 2 * 256))
+    assert found.estimate.parts.weights == pytest.approx(whole / 2, rel=0.02)
+
+
 EIGHT_BITS = """
 import torch
 from torch import nn
