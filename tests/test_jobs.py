@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 import trimtab
 from test_cli import trimtab_cli
 from trimtab.engine.build import find_repeated_blocks
-from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
+from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, UnknownName, WrongUse
 from trimtab.exams.run import read_cases
 from trimtab.jobs import load as load_module
 from trimtab.jobs.head import IGNORE_INDEX, mean_token_loss, token_losses
@@ -656,6 +656,19 @@ def test_images_have_no_length_and_convolutions_no_adapters(tmp_path: Path) -> N
         trimtab.load(name, seq=8).model()
     with pytest.raises(WrongUse, match="no linear layer except its head"):
         trimtab.load(name, lora=8).model()
+
+
+def test_a_package_that_a_package_lacks_is_named(tmp_path: Path) -> None:
+    on_demand = """
+try:
+    import nobody_has_this
+except ImportError as error:
+    raise ModuleNotFoundError("Could not import module 'Model'") from error
+"""
+    file = tmp_path / "job.py"
+    file.write_text(on_demand, encoding="utf-8")
+    with pytest.raises(JobFailed, match="it needs the package 'nobody_has_this'"):
+        trimtab.load(f"{file}:Job")
 
 
 @pytest.mark.parametrize("name", ["bridge:tiny", "hf"])

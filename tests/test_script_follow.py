@@ -190,6 +190,35 @@ def test_ranks_whose_gradients_the_script_adds_up_are_counted(
         assert not notes
 
 
+UNITS = (
+    MODEL
+    + """
+import functools
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+dist.init_process_group("nccl")
+wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential})
+net = FullyShardedDataParallel(Net(), auto_wrap_policy=wrap, device_id=0)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    net(torch.randint(0, 1000, (16, 64), device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
+
+def test_a_model_on_the_cpu_is_moved_by_its_sharded_units(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", on="2xH100", script=UNITS
+    )
+    assert facts_of(found)["strategy"] == "fsdp"
+    whole = 4 * (2 * 1000 * 256 + 1000 + 4 * (2 * 256 * 1024 + 256 + 1024 + 2 * 256))
+    assert found.estimate.parts.weights == pytest.approx(whole / 2, rel=0.02)
+
+
 EIGHT_BITS = """
 import torch
 from torch import nn
@@ -619,6 +648,36 @@ def test_backward_passes_of_the_chunks_of_a_loss_are_part_of_a_micro_batch(
     ran = [found.trace.works[number] for number in found.trace.sequence]
     # Four chunks of the head and one layer, forward and twice backward; the layer's input needs a gradient.
     assert sum(work.kind == "matrix" for work in ran) == 4 * 3 + 3
+
+
+CACHED_GRADIENTS = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Embedding(1000, 64), nn.Flatten(), nn.Linear(16 * 64, 64)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+texts = torch.randint(0, 1000, (320, 16))
+for batch in torch.utils.data.DataLoader(texts, batch_size=40):
+    parts = batch.cuda().split(8)
+    with torch.no_grad():
+        vectors = torch.cat([model(part) for part in parts])
+    vectors.requires_grad_()
+    (vectors @ vectors.T).logsumexp(-1).mean().backward()
+    for part, gradient in zip(parts, vectors.grad.split(8)):
+        (model(part) * gradient).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_every_part_of_a_batch_with_cached_gradients_counts(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow("train.py", script=CACHED_GRADIENTS)
+    assert facts_of(found).items() >= {"micro_batch": "40", "accumulation": "1", "global_batch": "40"}.items()
+    where = {fact.name: fact.where for fact in found.script.found}
+    assert "the model gets them in parts of 8" in where["micro_batch"]
+    ran = [found.trace.works[number] for number in found.trace.sequence]
+    # Five parts: once without a graph, then forward and twice backward. Then the similarities.
+    assert sum(work.kind == "matrix" for work in ran) == 5 * 4 + 3
 
 
 OWN_LOADER = """

@@ -6,14 +6,19 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trimtab.errors import JobFailed
 from trimtab.probe.detect import as_cluster
+from trimtab.scripts.bitsandbytes_patches import patch_peft
 from trimtab.scripts.command import parse_command
 from trimtab.scripts.estimate import estimate_script
+from trimtab.scripts.moved_parameters import PARAMETER_CLASS
 from trimtab.spec import BaseFormat
 
 if TYPE_CHECKING:
@@ -57,6 +62,21 @@ def test_weights_and_states_have_the_bytes_of_the_engine(kind: str, optimizer: s
     # Every adapter has at least the 4,096 weights from which states are in 8 bits, with a scale for 256.
     states = {"Lion32bit": 4.0}.get(optimizer, 2 + 2 * 4 / 256)
     assert parts.optimizer == pytest.approx(adapters * states, rel=0.15)
+
+
+def test_peft_restores_weights_that_it_knows_by_the_name_of_their_class() -> None:
+    with FakeTensorMode():
+        weight: Any = torch.empty(8, 1, dtype=torch.uint8)
+    vars(weight)[PARAMETER_CLASS] = type("Params4bit", (), {})
+    weight.bnb_quantized, weight.quant_state = True, "scales"
+    integrations: Any = SimpleNamespace(
+        dequantize_module_weight=lambda module: module.weight,
+        dequantize_bnb_weight=lambda held, state: (type(held).__name__, held.quant_state, state),
+    )
+    patch_peft(integrations)
+    restore = integrations.dequantize_module_weight
+    assert restore(SimpleNamespace(weight=weight)) == ("Params4bit", "scales", None)
+    assert restore(SimpleNamespace(weight="plain")) == "plain"
 
 
 def test_a_missing_package_is_named_with_the_interpreter() -> None:

@@ -68,6 +68,8 @@ class Script:
     fails: str = ""
     """A word that the script cannot run with."""
     has_times: bool = True
+    sequence: int = 1
+    """Tokens of a sample. If there are more, the options count the batch of a step in tokens."""
     ran: list[str] = field(default_factory=list)
 
     def run(
@@ -89,7 +91,8 @@ class Script:
         is_compiled = read_word(knobs, "compile") == "true"
         words = (*command.words, "--depth", "4")
         depth = int(words[words.index("--depth") + 1])
-        micro, rounds, ranks = split.micro_batch or 64, split.accumulation or 1, command.world_size
+        micro, ranks = split.micro_batch or 64, command.world_size
+        rounds = (split.accumulation or 1) // self.sequence
         is_narrow, is_full = precision.dtypes.is_narrow, recompute is Recompute.FULL
         bytes_each = self.each * GIB * (0.5 if is_narrow else 1) * (0.25 if is_full else 1)
         need = int(self.fixed * GIB + bytes_each * micro)
@@ -117,7 +120,10 @@ class Script:
             ),
             script=ScriptReport(
                 command=" ".join(command.words),
-                found=(ScriptFact(name="micro_batch", value=str(micro), where="train.py:1"),),
+                found=(
+                    ScriptFact(name="micro_batch", value=str(micro), where="train.py:1"),
+                    ScriptFact(name="sequence", value=str(self.sequence), where="train.py:1"),
+                ),
             ),
             phases=(PhasePeak(name="first step", allocated_bytes=need, reserved_bytes=need),),
         )
@@ -164,6 +170,22 @@ def test_the_fastest_command_that_fits_is_found_in_few_runs() -> None:
     assert "fp32 takes" in reasons["precision"]
     assert "times as fast as given" in plan.recommendation
     assert plan.phases
+
+
+def test_a_total_batch_in_tokens_is_understood() -> None:
+    text = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--total-batch-size", type=int, default=131072)
+"""
+    plan = make_plan(Script(text, sequence=1024), "torchrun --nproc-per-node 2 train.py", on="2xH100")
+    assert (plan.choice.global_batch, plan.choice.micro_batch, plan.choice.accumulation) == (128, 32, 2)
+    assert plan.estimate.step_s is not None
+    assert plan.estimate.samples_per_s == pytest.approx(128 / plan.estimate.step_s)
+    # The option keeps its tokens.
+    assert "--total-batch-size" not in typed(plan) or "--total-batch-size 131072" in typed(plan)
+    assert "--batch-size 32" in typed(plan)
 
 
 def test_a_command_that_is_the_best_stays() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,12 +15,17 @@ import torch
 from trimtab.errors import CannotFollow, JobFailed
 from trimtab.probe.detect import as_cluster
 from trimtab.scripts.command import parse_command
+from trimtab.scripts.deepspeed_patches import patch_calls
 from trimtab.scripts.estimate import estimate_script
+from trimtab.scripts.follow import has_timed_out, read_waited_s
 from trimtab.scripts.observer import describe_optimizer
 from trimtab.scripts.sandbox_record import SandboxRecord
+from trimtab.scripts.torch_patches import is_read_by_loop
 from trimtab.scripts.worker import describe_failure, list_writes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trimtab.scripts.estimate import ScriptEstimate
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -220,7 +227,8 @@ def test_generated_texts_are_as_long_as_they_may_get(tmp_path: Path) -> None:
 def test_a_refused_download_is_named_as_the_cause() -> None:
     record = SandboxRecord(scratch="")
     missing = RuntimeError("the tokenizer cannot be loaded")
-    missing.__cause__ = OSError("Cannot reach the hub: offline mode is enabled.")
+    missing.__cause__ = RuntimeError("a part of it cannot be loaded")
+    missing.__cause__.__cause__ = OSError("Cannot reach the hub: offline mode is enabled.")
     error = describe_failure(missing, record)
     assert isinstance(error, JobFailed)
     assert "once without trimtab" in error.cure
@@ -228,6 +236,62 @@ def test_a_refused_download_is_named_as_the_cause() -> None:
     assert "once without trimtab" not in describe_failure(FileNotFoundError("data.bin"), record).cure
     record.add_network("huggingface.co:443")
     assert "once without trimtab" in describe_failure(FileNotFoundError("data.bin"), record).cure
+
+
+def test_deepspeed_is_refused_when_it_is_used_or_missing() -> None:
+    missing = PackageNotFoundError("The 'deepspeed>=0.9.3' distribution was not found and is required.")
+    error = describe_failure(missing, SandboxRecord(scratch=""))
+    assert isinstance(error, CannotFollow)
+    assert "--fsdp full_shard" in error.cure
+    # A script may import the package and leave it out: then it only has to be installed.
+    absent = ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
+    assert "Install what is missing" in describe_failure(absent, SandboxRecord(scratch="")).cure
+    package: Any = SimpleNamespace(initialize=None, zero=SimpleNamespace(Init=None))
+    patch_calls(package)
+    for use in (package.initialize, package.zero.Init):
+        with pytest.raises(CannotFollow, match="cannot follow DeepSpeed"):
+            use(config={})
+
+
+class Batches:
+    """An iterator that answers whether a loop reads it."""
+
+    count = 0
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> bool:
+        self.count += 1
+        if self.count > 2:
+            raise StopIteration
+        return is_read_by_loop()
+
+
+def read_all(batches: Batches) -> Iterator[bool]:
+    for batch in batches:  # noqa: UP028 - a loop in a generator, as scripts have it
+        yield batch
+
+
+def test_an_evaluation_ends_early_only_where_a_loop_reads_the_loader() -> None:
+    for batches in (Batches(), read_all(Batches())):
+        for _, is_read in enumerate(batches):
+            assert is_read
+    assert count_reads(read_all(Batches())) == 2
+    assert not next(Batches())
+    assert not next(read_all(Batches()))
+
+
+def count_reads(batches: Iterator[bool]) -> int:
+    return sum(batches)
+
+
+def test_the_time_in_which_a_script_waits_for_a_cpu_does_not_count() -> None:
+    assert has_timed_out(901, 0, 900)
+    assert not has_timed_out(2_000, 1_500, 900)
+    assert has_timed_out(4_000, 3_900, 900)
+    assert read_waited_s(os.getpid()) >= 0
+    assert read_waited_s(2**30) == 0
 
 
 def test_files_that_are_not_written_are_grouped_by_folder() -> None:

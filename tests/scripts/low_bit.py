@@ -1,5 +1,6 @@
 """Train adapters on layers of bitsandbytes: low_bit.py FORMAT OPTIMIZER."""
 
+import copy
 import sys
 
 import bitsandbytes as bnb
@@ -31,7 +32,13 @@ class Layer(torch.nn.Module):
 
 
 model = torch.nn.Sequential(*(Layer() for _ in range(LAYERS))).to("cuda")
-assert isinstance(model[0].base.weight, bnb.nn.Int8Params if kind == "int8" else bnb.nn.Params4bit)
+packed = bnb.nn.Int8Params if kind == "int8" else bnb.nn.Params4bit
+assert isinstance(model[0].base.weight, packed)
+# A copy is packed like its original.
+copied = copy.deepcopy(model[0].base)
+assert isinstance(copied.weight, packed) and copied.weight.weights == WIDTH**2
+assert kind == "int8" or copied.weight.quant_state.blocksize == model[0].base.weight.quant_state.blocksize
+del copied
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 steps = getattr(bnb.optim, optimizer)(trained, lr=1e-3)
 for _ in range(4):

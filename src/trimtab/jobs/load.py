@@ -205,12 +205,15 @@ def _import_module(place: str) -> Any:
     return module
 
 
-def _missing_package_error(place: str, error: ModuleNotFoundError) -> JobFailed:
+def _missing_package_error(place: str, error: ModuleNotFoundError) -> TrimtabError:
+    missing = getattr(_find_first_cause(error), "name", None)
+    if missing is None:
+        return job_error(f"job {place}", error, "Run the file alone to see more.")
     return JobFailed(
         f"job {place}",
-        found=f"it needs the package {error.name!r}, which is not installed here"
+        found=f"it needs the package {missing!r}, which is not installed here"
         f"{describe_location(error, place)}",
-        cure=f"Install it: pip install {error.name}",
+        cure=f"Install it: pip install {missing}",
     )
 
 
@@ -219,9 +222,19 @@ def job_error(given: str, error: Exception, cure: str) -> TrimtabError:
     if isinstance(error, TrimtabError):
         return error
     found = f"{_describe_error(error)}{describe_location(error)}"
-    if error.__cause__ is not None:
-        found += f", because of {_describe_error(error.__cause__)}"
+    first = _find_first_cause(error)
+    if first is not error:
+        found += f", because of {_describe_error(first)}"
     return JobFailed(given, found=found, cure=_explain_wrong_build(error) or _explain_release(error) or cure)
+
+
+def _find_first_cause(error: BaseException) -> BaseException:
+    """Return the error that led to this one; packages that import parts on demand raise several in a row."""
+    for _ in range(LONGEST_CHAIN):
+        if error.__cause__ is None:
+            break
+        error = error.__cause__
+    return error
 
 
 WRONG_BUILD = re.compile(

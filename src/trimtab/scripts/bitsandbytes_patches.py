@@ -7,6 +7,7 @@ same estimate. The package needs no GPU here, but it must be installed, because 
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ def patch_bitsandbytes(observer: Observer, fake_mode: Any) -> None:
         _patch_operations(observer)
         _patch_paged_memory(observer, fake_mode)
 
+    MODULE_PATCHES["peft.utils.integrations"] = patch_peft
     MODULE_PATCHES[PACKAGE] = patch
     if PACKAGE in sys.modules:
         patch(sys.modules[PACKAGE])
@@ -70,6 +72,7 @@ def _patch_parameters(package: Any, observer: Observer, fake_mode: Any) -> None:
             _patch_parameter_class(kind, observer, fake_mode)
     _patch_class_checks()
     _patch_casts()
+    _patch_copies()
     for name in ("to", "cuda", "cpu"):
         _patch_move(name)
 
@@ -98,6 +101,25 @@ def _patch_casts() -> None:
             original.__set__(tensor, value)
 
     put(FakeTensor, "data", property(original.__get__, set_data))
+
+
+def _patch_copies() -> None:
+    """Let a copy of a parameter keep its class, its format and its scales, as the methods of its class do."""
+    original = FakeTensor.__deepcopy__
+
+    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+        made = original(tensor, memo)
+        kind = vars(tensor).get(PARAMETER_CLASS)
+        if kind is not None and PARAMETER_CLASS not in vars(made):
+            attributes = _read_attributes(tensor)
+            for name in ("quant_state", "CB", "SCB"):
+                if name in attributes:
+                    attributes[name] = copy.deepcopy(attributes[name], memo)
+            vars(made).update(attributes)
+            vars(made)[PARAMETER_CLASS] = kind
+        return made
+
+    put(FakeTensor, "__deepcopy__", deepcopy)
 
 
 def _patch_parameter_class(kind: Any, observer: Observer, fake_mode: Any) -> None:
@@ -190,6 +212,21 @@ def _patch_move(name: str) -> None:
         return kind._trimtab_move(tensor, *args, **kwargs)
 
     put(FakeTensor, name, move)
+
+
+def patch_peft(integrations: Any) -> None:
+    """Let PEFT restore weights in few bits, as DoRA does: it finds them by the name of their class."""
+    original = integrations.dequantize_module_weight
+
+    def restore(module: Any) -> Any:
+        weight: Any = getattr(module, "weight", None)
+        kind = vars(weight).get(PARAMETER_CLASS) if type(weight) is FakeTensor else None
+        if kind is None or not _is_quantized(weight):
+            return original(module)
+        holder = type(kind.__name__, (PlainHolder,), {})(weight.data, _read_attributes(weight))
+        return integrations.dequantize_bnb_weight(holder, state=getattr(module, "state", None))
+
+    put(integrations, "dequantize_module_weight", restore)
 
 
 # Operations, each of which is called by its name or as its default overload

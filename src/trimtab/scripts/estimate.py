@@ -287,13 +287,27 @@ def count_samples(result: ScriptResult) -> int:
     """Return the samples of a micro-batch: the rows of the model's input, unless a collator joined samples.
 
     Packing puts all samples into one row, and graphs or several views of a sample become many rows. Then the
-    samples are those that the loader fetched, if it fetched one batch for each backward pass.
+    samples are those that the loader fetched, if it fetched one batch for each backward pass. A script may
+    also give its model one batch in parts, as with cached gradients.
     """
     rows = _most_common(result.micro_batches) or 1
     samples = _most_common(result.fetched) or 1
     batches = sum(count for _, count in result.fetched)
     is_joined = samples > 1 and (rows == 1 or rows > samples)
-    return samples if is_joined and 0 <= batches - result.passes <= PREFETCHED else rows
+    if is_joined and 0 <= batches - result.passes <= PREFETCHED:
+        return samples
+    return samples if _is_in_parts(result) else rows
+
+
+def _is_in_parts(result: ScriptResult) -> bool:
+    """Return whether the backward passes of a step, which differ, share one batch of the loader."""
+    rows, samples = _most_common(result.micro_batches), _most_common(result.fetched)
+    if rows is None or samples is None or rows >= samples:
+        return False
+    if result.accumulation > 1 or result.passes_of_step <= 1:
+        return False
+    steps = result.passes // result.passes_of_step
+    return 0 <= sum(count for _, count in result.fetched) - steps <= PREFETCHED
 
 
 def _note_lengths(result: ScriptResult) -> list[str]:
@@ -378,6 +392,8 @@ def _where_samples(setting: Setting, result: ScriptResult) -> str:
         return f"{loaded}; the model's inputs are no tensors"
     if rows == setting.micro_batch:
         return "the first side of the model's input in training"
+    if _is_in_parts(result):
+        return f"the data loader's samples in a batch; the model gets them in parts of {rows}"
     longest = max((length for length, _ in result.lengths), default=0)
     shape = f"{rows} row{'s' * (rows > 1)}" + (f" of up to {longest:,} tokens" if longest else "")
     return f"the data loader's samples in a batch; the model gets {shape} made of them"

@@ -150,6 +150,7 @@ def _patch_sharding(observer: Observer) -> None:
 
     put(fsdp, "fully_shard", fully_shard)
     _patch_moves_to_gpu()
+    _patch_moves_of_units()
     init = fsdp.FullyShardedDataParallel.__init__
 
     @functools.wraps(init)
@@ -214,6 +215,28 @@ def _patch_moves_to_gpu() -> None:
     for place in (package._fsdp_init, package._fully_shard):
         if hasattr(place, original.__name__):
             put(place, original.__name__, get_managed_states)
+
+
+def _patch_moves_of_units() -> None:
+    """Let FullyShardedDataParallel move its units from the CPU to the GPU, one by one, as with device_id."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
+
+    original = _init_utils._move_module_to_device
+
+    @functools.wraps(original)
+    def move_unit(module: Any, ignored_params: Any, ignored_buffers: Any, device: Any) -> None:
+        def move(tensor: Any) -> Any:
+            is_ignored = tensor in ignored_params or tensor in ignored_buffers
+            return tensor if is_ignored or tensor.device.type != "cpu" else tensor.to(device)
+
+        waiting = [module] if device is not None else []
+        while waiting:
+            part = waiting.pop()
+            apply_to_module(part, move, recurse=False)
+            waiting += [child for child in part.children() if not isinstance(child, FullyShardedDataParallel)]
+        original(module, ignored_params, ignored_buffers, device)
+
+    put(_init_utils, original.__name__, move_unit)
 
 
 def _keep_in(view: Any) -> Callable[[Any], None]:

@@ -32,7 +32,7 @@ def read_split(knobs: KnobSet) -> BatchSplit:
 
 def _read_counts(knobs: KnobSet) -> dict[str, int]:
     return {
-        knob.field: int(knob.current)
+        knob.field: int(knob.current) // knob.unit
         for knob in knobs.knobs
         if knob.field in COUNTS and knob.current is not None and knob.current.isdigit()
     }
@@ -94,6 +94,21 @@ def observe(knobs: KnobSet, setting: Setting) -> KnobSet:
         for knob in knobs.knobs
     ]
     return knobs.replace(knobs=tuple(filled), observed=words | counts)
+
+
+def mark_tokens(knobs: KnobSet, setting: Setting, sequence: int) -> KnobSet:
+    """Return the knobs with those that count tokens marked: a run had as many samples times the sequence."""
+    samples = {
+        "global_batch": setting.global_batch,
+        "rank_batch": setting.micro_batch * setting.accumulation,
+    }
+    marked = [
+        knob.replace(unit=sequence, meaning=f"taken as tokens, in sequences of {sequence:,}")
+        if sequence > 1 and knob.current == str(samples.get(knob.field, 0) * sequence)
+        else knob
+        for knob in knobs.knobs
+    ]
+    return knobs.replace(knobs=tuple(marked))
 
 
 def write_setting(
@@ -168,7 +183,8 @@ def _write_counts(editor: OptionEditor, knobs: KnobSet, setting: Setting, notes:
     written = []
     for knob in knobs.knobs:
         if knob.field in counts:
-            knob = _write_knob(editor, knob, str(counts[knob.field]), notes)  # noqa: PLW2901 - with its new value
+            value = str(counts[knob.field] * knob.unit)
+            knob = _write_knob(editor, knob, value, notes)  # noqa: PLW2901 - with its new value
         written.append(knob)
     after = knobs.replace(knobs=tuple(written), world_size=ranks)
     split = read_split(after)

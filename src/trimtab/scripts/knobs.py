@@ -78,6 +78,8 @@ class ScriptKnob(Noun, frozen=True, kw_only=True):
     """Why this meaning was assumed, if the name alone does not say."""
     values: tuple[str, ...] = ()
     """Values that --vary allows; empty: any."""
+    unit: int = 1
+    """What it counts for one sample: 1,024 for an option that counts tokens in sequences of 1,024."""
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ two of them the others are skipped, because they need the same memory and the sa
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -74,15 +75,16 @@ def find_script_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(("<", OWN_FOLDER)) and not _is_library(file):
+        if is_script_file(file):
             return f"{_short_path(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_library(file: str) -> bool:
-    return is_library_file(file)
+def is_script_file(file: str) -> bool:
+    """Return whether a file of Python code is the user's: not of trimtab, nor of a package or of Python."""
+    return not file.startswith(("<", OWN_FOLDER)) and not is_library_file(file)
 
 
 @functools.lru_cache(maxsize=256)
@@ -183,6 +185,8 @@ class Observer:
     """Training calls by the first and by the second side of their first input."""
     passes: int = 0
     """Backward passes."""
+    passes_of_step: int = 0
+    """Backward passes in the last complete step."""
     fetched: dict[int, int] = field(default_factory=dict)
     """Batches that loaders gave during training, by their number of samples."""
     training_loader: Any = None
@@ -694,9 +698,15 @@ class Observer:
             shown, tail = units[0] if has_same_work else self._find_mean(units), units[-1].end
             self.sequence = (*sequence[shown.begin : shown.end], *sequence[tail:])
             self.engine = (*engine[shown.begin : shown.end], *engine[tail:])
+            passes = 1
         else:
-            self.sequence, self.engine = tuple(sequence), tuple(engine)
-        self.recomputed_flops = recorder.recomputed_flops // max(1, sum(not unit.skipped for unit in units))
+            spans = [*_repeat_skipped(units), (units[-1].end if units else 0, len(sequence))]
+            self.sequence = tuple(itertools.chain.from_iterable(sequence[begin:end] for begin, end in spans))
+            self.engine = tuple(itertools.chain.from_iterable(engine[begin:end] for begin, end in spans))
+            passes = len(units)
+        self.passes_of_step = len(units)
+        followed = max(1, sum(not unit.skipped for unit in units))
+        self.recomputed_flops = recorder.recomputed_flops * passes // followed
         self.units, self._units_stepped = [], 0
         self._reported_at = 0.0
         self._begin_micro_batch()
@@ -822,6 +832,14 @@ def _relabel(recorder: ScriptRecorder, tensor: Any, part: str, module: str | Non
     tensor = getattr(tensor, "_local_tensor", tensor)
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
         recorder.relabel(tensor, part, module)
+
+
+def _repeat_skipped(units: list[MicroBatchWork]) -> list[tuple[int, int]]:
+    """Return where the work of each micro-batch is; a skipped one did the work of the one before it."""
+    spans: list[tuple[int, int]] = []
+    for unit in units:
+        spans.append(spans[-1] if unit.skipped and spans else (unit.begin, unit.end))
+    return spans
 
 
 def has_parameters(module: Any) -> bool:

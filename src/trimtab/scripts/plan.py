@@ -18,7 +18,7 @@ from trimtab.planner.search import memory_limit
 from trimtab.planner.space import list_layouts
 from trimtab.scripts.apply import edit_text
 from trimtab.scripts.command import format_command, set_processes
-from trimtab.scripts.knob_values import observe, read_split, write_setting, write_values
+from trimtab.scripts.knob_values import mark_tokens, observe, read_split, write_setting, write_values
 from trimtab.scripts.plan_reasons import (
     list_left_out,
     list_reasons,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trimtab.planner.estimator_interface import Layout
     from trimtab.scripts.knob_values import BatchSplit
     from trimtab.scripts.knobs import KnobSet
-    from trimtab.scripts.script_search import RunScript
+    from trimtab.scripts.script_search import RunScript, ScriptRun
     from trimtab.spec import Cluster, Estimate, Policy, ScriptCommand
 
 PINS = ("gpus", "micro_batch", "accumulation", "precision", "recompute", "compile")
@@ -260,10 +260,14 @@ def _run_first(search: ScriptSearch, global_batch: int | None) -> list[str]:
     )
     run = search.run(written, changes)
     seen = run.setting
+    in_tokens = mark_tokens(knobs, seen, _read_sequence(run))
+    counts_tokens, knobs = in_tokens != knobs, in_tokens
     split = read_split(knobs)
     notes = _compare_split(split, seen, knobs) if start.data_parallel == knobs.world_size else []
+    notes += [f"{knob.name}: {knob.meaning}" for knob in knobs.knobs if knob.unit > 1]
     micro = start.micro_batch if split.micro_batch is not None else seen.micro_batch
-    rounds = start.accumulation if knobs.has_accumulation and split.accumulation else seen.accumulation
+    has_rounds = knobs.has_accumulation and split.accumulation and not counts_tokens
+    rounds = start.accumulation if has_rounds else seen.accumulation
     now = seen.replace(
         micro_batch=micro, accumulation=rounds, global_batch=micro * rounds * seen.data_parallel
     )
@@ -278,6 +282,11 @@ def _run_first(search: ScriptSearch, global_batch: int | None) -> list[str]:
     )
     search.now = now if global_batch is None else _change_batch(now, global_batch, knobs)
     return notes
+
+
+def _read_sequence(run: ScriptRun) -> int:
+    """Return the length of the sequences that a run trained with; 1 if it has none."""
+    return next((int(fact.value) for fact in run.script.found if fact.name == "sequence"), 1)
 
 
 def _compare_split(split: BatchSplit, seen: Setting, knobs: KnobSet) -> list[str]:

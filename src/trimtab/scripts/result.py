@@ -38,6 +38,8 @@ class ScriptResult(Noun, frozen=True, kw_only=True):
     """Whether they differ in size, and the trace has the work of the one nearest to their mean."""
     passes: int = 0
     """Backward passes in all steps."""
+    passes_of_step: int = 0
+    """Backward passes in the last step, whether they repeat the same work or not."""
     fetched: tuple[tuple[int, int], ...] = ()
     """Batches that loaders gave for training by their number of samples: the number, and how many batches."""
     micro_batches: tuple[tuple[int, int], ...] = ()

@@ -6,10 +6,12 @@ Only for a child process that follows one script and then exits: nothing is undo
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import importlib
 import inspect
 import math
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +25,12 @@ from trimtab.errors import CannotFollow
 from trimtab.scripts.bitsandbytes_patches import patch_bitsandbytes
 from trimtab.scripts.compile_patches import patch_compile
 from trimtab.scripts.cuda_patches import act_as_worker, copy_for_worker, patch_cuda_tools
+from trimtab.scripts.deepspeed_patches import patch_deepspeed
 from trimtab.scripts.file_patches import patch_files
 from trimtab.scripts.generation_patches import patch_generation
 from trimtab.scripts.group_patches import patch_groups
 from trimtab.scripts.moved_parameters import MOVED, apply_to_module, follow_moves
-from trimtab.scripts.observer import STEPS, TRAINS, Observer, find_script_line, put
+from trimtab.scripts.observer import STEPS, TRAINS, Observer, find_script_line, is_script_file, put
 from trimtab.scripts.operation_patches import patch_operations
 from trimtab.scripts.process_patches import patch_processes
 from trimtab.scripts.recorder import make_real
@@ -37,6 +40,7 @@ from trimtab.trace.triton_kernels import patch_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from trimtab.spec import Device
 
@@ -66,6 +70,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     hide_fake_tensors()
     patch_generation(observer)
     patch_bitsandbytes(observer, fake_mode)
+    patch_deepspeed()
 
 
 # Parameters have no memory, not even on the CPU: a model of 8 billion parameters is built in a moment.
@@ -359,10 +364,11 @@ def _patch_batches(observer: Observer) -> None:
         if observer.is_over and trains and not count:
             # One batch, as scripts divide by the number of batches.
             observer.note_last_epoch()
-        if observer.is_over and count >= (1 if trains else LAST_BATCHES):
+        if observer.is_over and trains and count:
             raise LoaderEnd
-        if not torch.is_grad_enabled() and count >= LAST_BATCHES:
-            observer.notes["evaluation was followed for its first batches only"] = None
+        if (observer.is_over or not torch.is_grad_enabled()) and count >= LAST_BATCHES and is_read_by_loop():
+            if not observer.is_over:
+                observer.notes["evaluation was followed for its first batches only"] = None
             raise LoaderEnd
         iterator._trimtab_count = count + 1
         observer.note_batch(loader)
@@ -399,6 +405,37 @@ def _patch_fetchers(observer: Observer) -> None:
 
     for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
         put(kind, "fetch", watch(kind.fetch))
+
+
+LOOP_OPCODES = {dis.opmap["FOR_ITER"], dis.opmap["SEND"]}
+"""Instructions at which Python is in `for` and in `yield from`."""
+NEXT_NAMES = {"next", "__next__"}
+
+
+def find_opcode(frame: FrameType) -> int:
+    """Return the instruction at which a frame is; from Python 3.12 on, the position may be in its cache."""
+    at, codes = frame.f_lasti, frame.f_code.co_code
+    while at > 0 and codes[at] == dis.opmap["CACHE"]:
+        at -= 2
+    return codes[at]
+
+
+def is_read_by_loop() -> bool:
+    """Return whether a loop or a function such as list() asks a loader for a batch, so that it may end early.
+
+    Where a script calls next() itself, it may count on a batch.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        calls_next = not NEXT_NAMES.isdisjoint(code.co_names) and is_script_file(code.co_filename)
+        if calls_next and find_opcode(frame) not in LOOP_OPCODES:
+            return False
+        # A generator ends with the loop in it, and so does an iterator that calls next(): ask who reads them.
+        if not code.co_flags & inspect.CO_GENERATOR and code.co_name != "__next__":
+            return True
+        frame = frame.f_back
+    return True
 
 
 LAST_BATCHES = 3

@@ -161,6 +161,7 @@ def make_result(observer: Observer, sandbox: SandboxRecord) -> ScriptResult:
         accumulation=observer.accumulation,
         is_mean=observer.is_mean,
         passes=observer.passes,
+        passes_of_step=observer.passes_of_step,
         fetched=tuple(observer.fetched.items()),
         micro_batches=tuple(observer.micro_batches.items()),
         lengths=tuple(observer.lengths.items()),
@@ -278,7 +279,8 @@ def _shorten(error: BaseException) -> str:
 
 def describe_failure(error: BaseException, sandbox: SandboxRecord) -> TrimtabError:
     """Return the error of a script: its own, or something that trimtab cannot follow."""
-    from trimtab.jobs.load import job_error, tracing_error
+    from trimtab.jobs.load import describe_location, job_error, tracing_error
+    from trimtab.scripts.deepspeed_patches import lacks_deepspeed, refuse_deepspeed
 
     if isinstance(error, TrimtabError):
         return error
@@ -290,6 +292,9 @@ def describe_failure(error: BaseException, sandbox: SandboxRecord) -> TrimtabErr
             "that models and data are on this machine's disk; then ask again."
         )
         return job_error("the script", plain, cure)
+    if lacks_deepspeed(plain):
+        # If it were installed, it would be refused.
+        return refuse_deepspeed(describe_location(plain))
     if isinstance(plain, ImportError):
         cure = (
             f"Install what is missing for {sys.executable}, which runs the script: packages run here too. "
