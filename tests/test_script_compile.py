@@ -74,6 +74,9 @@ elif how == "step":
     step = torch.compile(optimizer.step)
 elif how == "tuned":
     model.chain = torch.compile(model.chain, mode="max-autotune")
+elif how == "tuned everywhere":
+    torch._inductor.config.coordinate_descent_tuning = True
+    model.chain = torch.compile(model.chain)
 elif how == "eager backend":
     model = torch.compile(model, backend="eager")
 elif how == "other backend":
@@ -126,13 +129,14 @@ def test_a_compiled_function_runs_fused_kernels(follow: Callable[[str], ScriptEs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["module", "method", "part", "tuned"])
+@pytest.mark.parametrize("how", ["module", "method", "part", "tuned", "tuned everywhere"])
 def test_modules_are_compiled_in_every_way(how: str, follow: Callable[[str], ScriptEstimate]) -> None:
     found = follow(how)
     assert fact(found, "compile") == "true"
     assert steady_bytes(found) < 8 * TENSOR
     noted = any("max-autotune" in text for text in found.estimate.assumptions)
-    assert noted == (how == "tuned")
+    assert noted == how.startswith("tuned")
+    assert not any("eager code" in text for text in found.estimate.assumptions)
 
 
 @pytest.mark.slow

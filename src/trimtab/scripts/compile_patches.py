@@ -213,21 +213,27 @@ CUDA_GRAPHS = "triton.cudagraphs"
 
 def _choose_settings(compiler: ScriptCompiler, mode: str | None, options: Any) -> dict[str, Any]:
     """Return inductor's settings for a mode, without what needs a real GPU."""
+    from torch._inductor import config
+
     settings = dict(options or {})
     if mode not in (None, "default"):
         from torch._inductor import list_mode_options
 
         settings |= list_mode_options(mode)
-    if settings.pop(CUDA_GRAPHS, False):
+    # Scripts also set them for everything that they compile.
+    has_graphs = bool(config.triton.cudagraphs)
+    if settings.pop(CUDA_GRAPHS, has_graphs):
         compiler.assume(
             "CUDA graphs keep their memory for themselves; what this adds to reserved memory is not counted"
         )
-    tuned = [name for name in TUNING if settings.pop(name, False)]
-    if tuned:
+    settings |= {CUDA_GRAPHS: False} if has_graphs else {}
+    everywhere = {name for name in TUNING if getattr(config, name, False)}
+    if [name for name in TUNING if settings.pop(name, name in everywhere)]:
         compiler.assume(
-            "time: with max-autotune, matrix products are taken to be as fast as cuBLAS's; the trials of "
-            "kernels while it compiles are not counted"
+            "time: with max-autotune or coordinate descent tuning, matrix products are taken to be as fast "
+            "as cuBLAS's; the trials of kernels while it compiles are not counted"
         )
+    settings |= dict.fromkeys(everywhere, False)
     return settings
 
 
