@@ -135,6 +135,13 @@ class Balanced(Classes):
         return functional.cross_entropy(found, batch["y"]) + 0.01 * (share * share).sum()
 
 
+class Narrowing(Classes):
+    """A mean in float32, whatever the precision of the model, as state space models compute."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return functional.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+
 def verdict(job: Any) -> BatchLoss:
     torch.manual_seed(0)
     return check_job(job)
@@ -147,6 +154,14 @@ def test_a_mean_over_samples_or_tokens_is_additive(job: Any) -> None:
     assert found.gap is not None
     assert found.gap < 1e-9
     assert found.batch_norms == (job is Normed)
+
+
+def test_rounding_to_float32_is_no_small_difference() -> None:
+    found = verdict(Narrowing())
+    assert found.additive is True
+    assert found.gap is not None
+    assert 1e-8 < found.gap < 1e-6
+    assert not found.is_near
 
 
 @pytest.mark.parametrize("job", [Contrastive, Triplets, Decorrelated, Ranked])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -384,3 +385,34 @@ def test_a_script_may_load_flash_attention_from_the_hub(tmp_path: Path) -> None:
     assert found.setting.precision is Precision.BF16
     (fact,) = [fact for fact in found.script.found if fact.name == "precision"]
     assert "of the arithmetic is in torch.bfloat16, by casts of its own" in fact.where
+
+
+STATE_SPACE = """
+import torch
+
+
+class StateSpace:
+    global_batch, samples, epochs = 4, 100, 1
+
+    def model(self):
+        from transformers import Mamba2Config, Mamba2ForCausalLM
+
+        sizes = {"hidden_size": 32, "num_heads": 2, "head_dim": 32, "state_size": 8, "vocab_size": 64}
+        return Mamba2ForCausalLM(Mamba2Config(num_hidden_layers=1, n_groups=1, **sizes))
+
+    def batch(self, size):
+        return torch.randint(0, 64, (size, 64))
+
+    def loss(self, model, batch):
+        return model(batch, labels=batch).loss
+"""
+
+
+def test_functions_that_transformers_runs_without_their_kernels_are_named(worker: WorkerProcess) -> None:
+    if importlib.util.find_spec("mamba_ssm") is not None:
+        pytest.skip("the kernels are installed")
+    trace = traced(worker, shared_job(STATE_SPACE, "StateSpace"))
+    notes = [note for note in trace.assumptions if note.startswith("transformers runs ")]
+    assert any(
+        "mamba_chunk_scan_combined as plain torch code, because mamba_ssm is not" in note for note in notes
+    )

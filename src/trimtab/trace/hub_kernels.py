@@ -2,7 +2,8 @@
 
 Such a kernel needs a GPU to load, and often a download. A script that cannot load it mostly goes on with
 slower attention, so that its estimate would be that of another program. Other kernels of the Hub are asked
-for as the script does it; the estimate names those that could not be loaded.
+for as the script does it; the estimate names those that could not be loaded. It also names the functions that
+transformers runs as plain torch code, because a package with kernels for them is not installed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,37 @@ FASTER = " (on Hopper, FlashAttention 3 is faster)"
 MISSING_NOTE = "the kernel {name} of the Hugging Face Hub could not be loaded here ({error})"
 
 
+LOADING_MODULE = "transformers.integrations.hub_kernels"
+"""It warns of functions that run as plain torch code."""
+PLAIN_CODE = re.compile(r"`(?P<name>\w+)` is falling back .* because `(?P<package>[\w.-]+)` is not installed")
+PLAIN_NOTE = (
+    "transformers runs {name} as plain torch code, because {package} is not installed here; where it is, a "
+    "step takes less time and memory"
+)
+
+
 def stand_in_for_hub_kernels() -> None:
     """Let code that asks the Hub for flash attention have it, if the package `kernels` is installed."""
-    MODULE_PATCHES[PACKAGE] = _patch_package
-    if PACKAGE in sys.modules:
-        _patch_package(sys.modules[PACKAGE])
+    for name, patch in ((PACKAGE, _patch_package), (LOADING_MODULE, _note_plain_code)):
+        MODULE_PATCHES[name] = patch
+        if name in sys.modules:
+            patch(sys.modules[name])
+
+
+def _note_plain_code(module: Any) -> None:
+    """Note what the module warns of: functions that run without the kernels of a package."""
+    logger = getattr(module, "logger", None)
+    warn = getattr(logger, "warning_once", None)
+    if warn is None:
+        return
+
+    @functools.wraps(warn)
+    def warn_and_note(text: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := PLAIN_CODE.search(str(text))) is not None:
+            _note(PLAIN_NOTE.format(**found.groupdict()))
+        return warn(text, *args, **kwargs)
+
+    logger.warning_once = warn_and_note
 
 
 def _patch_package(package: Any) -> None:
