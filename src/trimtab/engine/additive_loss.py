@@ -36,7 +36,7 @@ ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Relative rounding error of the loss by dtype; other dtypes count as half precision."""
 HALF_ROUNDING = 0.02
 NARROW_ROUNDING = 1e-6
-"""Rounding error of a loss in float64 of which the model computes some in float32, as state space models do."""
+"""Rounding error of a loss in float64 if a model computes a part in float32, as state space models do."""
 
 
 class HalvesResult(NamedTuple):

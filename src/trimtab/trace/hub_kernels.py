@@ -48,7 +48,7 @@ def stand_in_for_hub_kernels() -> None:
 
 def _note_plain_code(module: Any) -> None:
     """Note what the module warns of: functions that run without the kernels of a package."""
-    logger = getattr(module, "logger", None)
+    logger: Any = getattr(module, "logger", None)
     warn = getattr(logger, "warning_once", None)
     if warn is None:
         return
