@@ -92,6 +92,7 @@ def run_compiled(budget: float | None) -> tuple[int, list[torch.Tensor]]:
     return sum(stored.values()), gradients
 
 
+@pytest.mark.slow
 def test_a_budget_stores_less_and_computes_the_same() -> None:
     whole, expected = run_compiled(None)
     sizes = []

@@ -262,6 +262,7 @@ def test_few_blocks_show_what_all_copy(tmp_path: Path) -> None:
     assert [few.works[place] for place in few.sequence] == [whole.works[place] for place in whole.sequence]
 
 
+@pytest.mark.slow
 def test_an_estimate_follows_activations_to_the_host(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(JOB.replace("range(17)", "range(6)"), encoding="utf-8")

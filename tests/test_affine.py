@@ -265,6 +265,7 @@ def test_corners_of_another_program_give_no_answer(change: dict[str, Any]) -> No
     assert combine_changes(trace(2), trace(4), trace(2, **change)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_of_two_micro_batches_at_two_numbers_of_shards_three_are_traced() -> None:
     settings = [

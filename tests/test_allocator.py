@@ -838,6 +838,7 @@ class Slow:
         return True
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     histories(),
@@ -984,6 +985,7 @@ def test_a_long_trace_is_followed_to_the_byte() -> None:
     )
 
 
+@pytest.mark.slow
 def test_ties_decided_by_address_are_told_apart_from_rules() -> None:
     trace, _ = long_trace(falling=True)
     assert compare(trace, PLAIN, real_addresses=True).divergences == ()

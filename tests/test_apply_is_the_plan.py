@@ -71,6 +71,7 @@ def shown(name: str, file: str, text: str, plan: Plan) -> Reading:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", FILES)
 def test_a_file_reads_back_as_the_plan_or_every_difference_is_warned_of(label: str) -> None:
     name, file, text = FILES[label]

@@ -276,6 +276,7 @@ def saved(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_command_shows_a_diff_and_writes_only_with_a_yes(saved: Path) -> None:
     config = saved.parent / "ds.json"
     done = trimtab_cli("apply", str(saved), "--to", str(config))
@@ -501,6 +502,7 @@ def test_a_sharded_config_on_one_gpu_says_why_it_runs_as_single(
     assert all(str(said) in one for one in told)
 
 
+@pytest.mark.slow
 def test_show_estimates_a_config_for_real(tmp_path: Path) -> None:
     file = tmp_path / "config.py"
     keys = ("n_layer", "n_head", "n_embd", "max_length")

@@ -456,6 +456,7 @@ class Counted(Job):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "passes"), [("plain", [1, 1, 2]), ("asked", [1, 2, 3])])
 def test_a_compiled_forward_pass_is_run_again_only_if_it_may_lose_the_kernel(
     mask: str, passes: list[int], tmp_path: Path

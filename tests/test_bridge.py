@@ -613,6 +613,7 @@ def two_ranks(llama: str, qwen: str) -> dict[str, Any]:
         }
 
 
+@pytest.mark.slow
 def test_two_processes_keep_lora_alike_and_share_the_frozen_weights(folders: dict[str, Path]) -> None:
     found = everywhere(2, two_ranks, str(folders["llama"]), str(folders["qwen"]))
     one, other = found

@@ -225,6 +225,7 @@ for size in range(300):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_key_and_no_reader_sees_half_of_it() -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, letter]) for letter in "ab"]
     seen = set()

@@ -210,6 +210,7 @@ def test_under_autocast_the_loss_is_computed_in_float32_and_a_cut_changes_nothin
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["forward", "backward", "optimizer", "gradient"])
 def test_a_fault_anywhere_changes_nothing(point: str) -> None:
     found = trained(alone(4), [0, WHOLE], Clip(), Drill((point, 1, 0), (point, 3, 0)))
@@ -346,6 +347,7 @@ def two_ranks() -> dict[str, Report]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns() -> None:
     for found in everywhere(2, two_ranks):
         for name, report in found.items():

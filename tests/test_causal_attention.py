@@ -80,6 +80,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(3, 100, (2, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 def test_a_call_without_mask_and_positions_is_causal(name: str, cache: bool) -> None:
@@ -90,6 +91,7 @@ def test_a_call_without_mask_and_positions_is_causal(name: str, cache: bool) -> 
     torch.testing.assert_close(logits, plain, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["attention_mask", "position_ids"])
 def test_masks_and_positions_of_the_caller_are_heeded(given: str) -> None:
     model = build("Llama")
@@ -120,6 +122,7 @@ def test_a_window_keeps_its_mask() -> None:
     torch.testing.assert_close(logits, plain, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_other_programs_see_the_masks_of_transformers() -> None:
     record_masks(build("Llama"), input_ids=tokens())
     other = build("Llama")

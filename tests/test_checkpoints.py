@@ -530,6 +530,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
     return folder, together(3, all_phases, str(folder), folder=folder / "worlds")
 
 
+@pytest.mark.slow
 def test_two_ranks_then_three_sharded_then_two_of_branches_then_one_continue_the_same_curve(
     several: tuple[Path, list[dict[str, Any]]],
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_trace_of_one_gpu_serves_others_with_the_same_kernels(tmp_path: Path) 
     assert trace(job, "H200") == made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", SPECIAL.values(), ids=SPECIAL)
 def test_a_job_that_asks_for_more_is_traced_for_each_gpu(tmp_path: Path, width: str) -> None:
     job = write_job(tmp_path, width)
@@ -110,6 +111,7 @@ def test_what_a_process_has_learned_holds_without_the_cache_on_disk(
     assert asked == [device(name).name for name in ("H20", "H200")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "starts"), [(CAPABILITY, 1), (SPECIAL["name"], 2)], ids=["common", "special"]
 )
@@ -159,6 +161,7 @@ def test_compiled_code_is_for_one_gpu() -> None:
     assert h20 != h200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "ddp"])
 def test_the_engine_itself_asks_for_nothing_more(strategy: str) -> None:
     meshes = {"single": Mesh(), "fsdp": Mesh(dp_shard=2), "ddp": Mesh(dp_replicate=2)}

@@ -277,6 +277,7 @@ def test_randomness_is_recomputed_under_the_compiler() -> None:
     assert activations(again) < activations(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["Broken", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Recurrent", "Host"))]
 )
@@ -339,6 +340,7 @@ def test_nothing_is_left_for_a_real_run_to_find(tmp_path: Path, monkeypatch: pyt
     assert not theirs.exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_compile_is_told_where() -> None:
     with pytest.raises(JobFailed, match=r"job\.py, line"):
         estimate("Wrong", compile=True)

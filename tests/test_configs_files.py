@@ -497,6 +497,7 @@ def killed(file: Path, tries: int) -> int:
     return early
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file_whole(file: Path) -> None:
     assert killed(file, 60) > 30
 

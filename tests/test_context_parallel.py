@@ -122,6 +122,7 @@ def attention_gaps(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]
     return together(4, compare_all, folder, folder=folder / "ranks")
 
 
+@pytest.mark.slow
 def test_split_attention_is_exact(attention_gaps: list[list[float]]) -> None:
     assert [len(gaps) for gaps in attention_gaps] == [26, 26, 13, 13]
     assert max(max(gaps) for gaps in attention_gaps) < TOLERANCE
@@ -200,6 +201,7 @@ def compare_jobs(rank: int, _: int, folder: Path, names: list[str]) -> list[floa
     return gaps
 
 
+@pytest.mark.slow
 def test_jobs_have_the_loss_and_gradients_of_one_process(tmp_path: Path) -> None:
     names = [write_llama(tmp_path / "llama"), "slm:tiny"]
     found = together(4, compare_jobs, tmp_path, names, folder=tmp_path / "ranks")
@@ -428,6 +430,7 @@ def trained_alone(job_names: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_on_split_sequences_is_that_of_one_process(
     ranks: int, job_names: list[str], trained_alone: dict[str, Any]
@@ -452,6 +455,7 @@ def test_ranks_split_layers_and_sequences_together(trained_alone: dict[str, Any]
             assert measure_gap(ours, trained_alone["slm:tiny"]) < TOLERANCE, setting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", [make_setting(Strategy.DDP, cp=2), make_setting(Strategy.FSDP, cp=2, micro_batch=3)]
 )

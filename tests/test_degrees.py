@@ -433,6 +433,7 @@ def test_a_cluster_without_devices_leaves_the_mesh_open() -> None:
     assert describe_cluster(Cluster(nodes=(Node(name="a"),))) == ClusterShape()
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_pinned_stages() -> None:
     plan = trimtab.plan(
         "bridge:tiny",

@@ -356,6 +356,7 @@ def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
     assert bucket_sizes([], 5 * MIB) == [5 * MIB]
 
 
+@pytest.mark.slow
 def test_no_gain_is_promised_where_nothing_is_compiled_or_the_compiler_fails(job: str) -> None:
     def why(name: str) -> str:
         setting = Setting(micro_batch=2, global_batch=2, precision=Precision.BF16)

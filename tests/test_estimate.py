@@ -104,6 +104,7 @@ def test_activations_grow_with_the_micro_batch_and_weights_do_not() -> None:
     assert large.parts.activations == pytest.approx(4 * small.parts.activations, rel=0.25)
 
 
+@pytest.mark.slow
 def test_recomputing_keeps_less_and_half_precision_too() -> None:
     job = shared_job(JOB)
     sizes = {
@@ -118,6 +119,7 @@ def test_recomputing_keeps_less_and_half_precision_too() -> None:
     assert sizes["full"] < sizes["selective"] < sizes["bf16"] < sizes["fp32"]
 
 
+@pytest.mark.slow
 def test_sharding_divides_what_a_rank_keeps() -> None:
     job = shared_job(JOB)
     one = estimate(job, precision="fp32")
@@ -129,6 +131,7 @@ def test_sharding_divides_what_a_rank_keeps() -> None:
     assert copy.parts.communication == copy.nccl_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_a_second_question_is_answered_from_the_cache_and_a_changed_job_is_not(tmp_path: Path) -> None:
     job = job_file(tmp_path)

@@ -149,6 +149,7 @@ def train_uncast(setting: Setting, port: int) -> list[list[float]]:
     return [train_steps(setting, "Float32Router", torch.float32)[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [

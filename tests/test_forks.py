@@ -54,6 +54,7 @@ def forked(body: str, **env: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_copy_computes_after_its_original_has_computed_with_several_threads() -> None:
     lines = forked("""
     import torch
@@ -80,6 +81,7 @@ def test_answers_belong_to_their_tasks_whatever_the_order_of_their_ends() -> Non
     assert lines == [f'{{"number":{number}}}' for number in range(5)]
 
 
+@pytest.mark.slow
 def test_a_crash_a_silence_an_exception_and_a_hang_are_errors_of_their_own_task() -> None:
     lines = forked("""
     tasks = [
@@ -151,6 +153,7 @@ def test_a_job_that_cannot_be_loaded_fails_as_a_whole(tmp_path: Path) -> None:
         trace_settings(job_file(tmp_path, JOB.replace("def model", "def mdel")), settings(2, 3), DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", ["import torch\n", "    def model(self):\n", "    def batch(self, size):\n"]
 )
@@ -221,6 +224,7 @@ def test_imports_inside_a_member_are_read_off_its_source() -> None:
     assert list(imported_modules(None)) == list(imported_modules(len)) == []
 
 
+@pytest.mark.slow
 def test_another_micro_batch_is_answered_without_tracing(tmp_path: Path) -> None:
     job = job_file(tmp_path)
     first = trimtab.estimate(job, "H200", micro_batch=8)

@@ -132,6 +132,7 @@ def _check_arguments(transformers: Any, plan: Plan, text: str, tmp_path: Path) -
 # --- accelerate ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["minimal", "plain", "fsdp", "contradicting"])
 def test_accelerate_launches_what_the_plan_says(label: str, tmp_path: Path) -> None:
     needed("accelerate")

@@ -72,6 +72,7 @@ def train(job: Any, **changes: Any) -> tuple[list[float], list[torch.Tensor], An
     return losses, [parameter.detach().clone() for parameter in state.parameters], state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "changes"),
     [
@@ -363,6 +364,7 @@ def test_a_training_run_learns_the_same(tmp_path: Path, undisturbed: list[float]
     assert (run / "checkpoints").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 4])
 def test_out_of_memory_halfway_goes_back_to_a_checkpoint(
     tmp_path: Path, undisturbed: list[float], step: int

@@ -58,6 +58,7 @@ def check_runs(answers: list[dict[str, Any]], folder: Path, *, failing: dict[str
         assert {line.samples for line in record.lines} == {record.lines[0].samples}
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers_learns_the_same_whatever_fails(tmp_path: Path, one_thread: None) -> None:
     del one_thread
     answer = runs.all_transformers_runs(str(tmp_path))
@@ -83,6 +84,7 @@ def two_frameworks(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_when_only_one_of_them_runs_out_of_memory(tmp_path: Path) -> None:
     for name in ("transformers", "accelerate"):
         (tmp_path / name).mkdir()
@@ -111,6 +113,7 @@ def test_all_ranks_end_if_a_rank_cannot_go_on(tmp_path: Path) -> None:
     assert "a single sample does not fit" in read_run(tmp_path).events[-2].done
 
 
+@pytest.mark.slow
 def test_a_loop_of_accelerate_learns_the_same_whatever_fails(tmp_path: Path, one_thread: None) -> None:
     del one_thread
     answer = runs.all_accelerate_runs(str(tmp_path))
@@ -118,6 +121,7 @@ def test_a_loop_of_accelerate_learns_the_same_whatever_fails(tmp_path: Path, one
     assert answer["watched"]["figures"]["trimtab/samples_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_lightning_learns_the_same_whatever_fails(tmp_path: Path, one_thread: None) -> None:
     del one_thread
     pytest.importorskip("lightning")
@@ -135,6 +139,7 @@ def test_lightning_learns_the_same_whatever_fails(tmp_path: Path, one_thread: No
     assert "the run ends" in read_run(tmp_path / "manual").events[0].done
 
 
+@pytest.mark.slow
 def test_lightning_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     import lightning_runs
@@ -143,6 +148,7 @@ def test_lightning_on_two_ranks(tmp_path: Path) -> None:
     check_runs(answers, tmp_path, failing={"forward": "rank 1", "backward": "rank"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "loss", "words"),
     [
@@ -283,6 +289,7 @@ def predict_large(folder: Path, **options: Any) -> Any:
 LARGE = RunFacts(micro_batch=64, accumulation=1, precision="bf16")
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_fits_takes_one_trace(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +385,7 @@ def test_the_trainer_uses_the_micro_batch_of_a_plan(tmp_path: Path) -> None:
         runs.train_transformers(tmp_path, callback=TrimtabCallback(out=tmp_path / "b", plan=file), bf16=True)
 
 
+@pytest.mark.slow
 def test_commands_read_the_run_folder(tmp_path: Path) -> None:
     runs.train_accelerate(tmp_path / "run", model=runs.TextModel(runs.Limit(2)))
 

@@ -300,6 +300,7 @@ READER = """
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_longest_batch_and_time_that_of_the_usual() -> None:
     usual, longest, long = (
         trimtab.estimate(shared_job(READER, name), "H200", micro_batch=64)
@@ -316,6 +317,7 @@ def test_memory_is_that_of_the_longest_batch_and_time_that_of_the_usual() -> Non
     assert note not in long.assumptions
 
 
+@pytest.mark.slow
 def test_an_error_of_the_longest_batch_and_of_the_hook_is_the_jobs() -> None:
     with pytest.raises(JobFailed, match="mat1 and mat2 shapes"):
         trimtab.estimate(shared_job(READER, "Wrong"), "H200", micro_batch=8)

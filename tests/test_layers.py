@@ -364,6 +364,7 @@ def whole_and_few(folder: Path, name: str, setting: Setting, clip: float | None 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "recompute", "precision"),
     [

@@ -80,6 +80,7 @@ def test_a_long_context_does_not_fit_by_data_parallelism_alone() -> None:
     assert proposal.best.layout.cp * proposal.best.layout.tp > 1
 
 
+@pytest.mark.slow
 def test_stages_of_trimtab_gather_weights_in_every_pass_and_only_the_ends_have_a_table() -> None:
     search = propose(ask("llama-70b", "32x8xH100", seq=8192, batch=512)).study.search
     ranked = next(ranked for ranked in search.found if ranked.layout.pp == 4 and ranked.layout.dp_shard > 1)
@@ -130,6 +131,7 @@ def test_a_batch_is_assumed_for_large_models_and_several_nodes_only() -> None:
     assert assume_batch("hf:nowhere", {}, {}, nodes).reasons == ()
 
 
+@pytest.mark.slow
 def test_a_plan_shows_what_published_recipes_take() -> None:
     made = plan_by_formulas(ask("llama-70b", "32x8xH100", seq=8192, batch=512))
     recipes = {reason.value: reason.why for reason in made.reasons if reason.subject == "recipe"}
@@ -168,6 +170,7 @@ def test_formulas_propose_nothing_for_other_jobs_and_devices(large: PlanQuestion
     assert propose_layouts(ask("nothing", "32x8xH100"), {}) is None
 
 
+@pytest.mark.slow
 def test_only_the_best_meshes_are_traced_and_each_with_its_micro_batch(large: PlanQuestion) -> None:
     proposal = propose(large)
     first, second = list_spaces(proposal, large)
@@ -180,6 +183,7 @@ def test_only_the_best_meshes_are_traced_and_each_with_its_micro_batch(large: Pl
     assert {family.recompute for family in first.families} >= {Recompute.NONE, Recompute.FULL}
 
 
+@pytest.mark.slow
 def test_a_faster_layout_of_another_trainer_is_named_with_its_command(large: PlanQuestion) -> None:
     made = plan_by_formulas(large)
     reason = next(reason for reason in made.reasons if reason.subject == "faster")
@@ -196,6 +200,7 @@ def test_a_faster_layout_of_another_trainer_is_named_with_its_command(large: Pla
     assert ranking.rows[0].step_s < 0.97 * made.estimate.step_s
 
 
+@pytest.mark.slow
 def test_a_plan_says_how_many_layouts_there_were_and_that_the_batch_is_small(large: PlanQuestion) -> None:
     made = plan_by_formulas(large)
     reasons = {reason.subject: reason for reason in made.reasons}
@@ -276,6 +281,7 @@ def test_a_plan_for_ten_thousand_gpus_is_by_formulas() -> None:
     assert made.options == {"seq": 8192}
 
 
+@pytest.mark.slow
 def test_a_cached_ranking_gives_the_same_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from trimtab.cache import LAYOUTS
     from trimtab.predict.layout import LayoutEstimator

@@ -324,6 +324,7 @@ def test_compressed_attention_without_the_sizes_of_its_heads_is_refused() -> Non
     assert "v_head_dim" in error.value.cure
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_of_80_columns_and_json() -> None:
     done = run(job("mixtral-small"), "--on", "8xH100", "--top", "2")
     assert done.returncode == 0

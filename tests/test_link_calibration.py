@@ -40,6 +40,7 @@ def make_times(collective: str, ranks: int, nodes: int = 1, latency_s: float = 1
     )
 
 
+@pytest.mark.slow
 def test_two_real_processes_measure_their_links_and_a_plan_can_use_them(tmp_path: Path) -> None:
     done = run_calibrate(tmp_path, "--procs", "2", "--json")
     assert done.returncode == 0, done.stderr
@@ -62,6 +63,7 @@ def test_two_real_processes_measure_their_links_and_a_plan_can_use_them(tmp_path
     assert links.all_reduce_s(2**20, 2) == pytest.approx(reduced.latency_s + 2**20 / reduced.bytes_per_s)
 
 
+@pytest.mark.slow
 def test_processes_of_a_launcher_measure_together_and_the_first_stores(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -73,6 +73,7 @@ def trace(name: str) -> Trace:
     return trace_setting(TraceRequest(job=shared_job(JOB, name), setting=SETTING, device=device))
 
 
+@pytest.mark.slow
 def test_a_plain_job_is_told_which_loss_to_use() -> None:
     """trimtab cannot change a loss that the job computes itself, so it names functions that can."""
     options = ["--on", "RTX4090", "--micro-batch", "16", "--precision", "fp32"]
@@ -99,6 +100,7 @@ def test_the_loss_that_the_line_names_needs_less() -> None:
     assert pieces.allocated_bytes < whole.allocated_bytes - LOGITS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("bf16-true", marks=pytest.mark.slow)])
 def test_liger_needs_no_package_to_be_estimated(tmp_path: Path, precision: str) -> None:
     """It holds a piece of the logits and the gradient of the head; our own pieces have a few tensors more."""
@@ -151,6 +153,7 @@ def test_a_plan_that_fits_nowhere_names_the_logits(name: str, closest: Setting |
     assert error.cure.startswith("Use more GPUs.")
 
 
+@pytest.mark.slow
 def test_the_logits_of_a_plan_that_fits_nowhere_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = {"accumulation": 1, "compile": False, "recompute": "none"}
     request = PlanRequest(job=shared_job(JOB, "Job"), on="T4", global_batch=64, pins=pins)

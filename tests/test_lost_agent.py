@@ -60,6 +60,7 @@ def read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / name).read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_a_killed_agent_is_started_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     calm.mkdir()
@@ -99,6 +100,7 @@ def test_an_agent_that_is_asked_to_end_saves_and_says_how_to_go_on(tmp_path: Pat
     assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_an_event_of_a_rank_that_is_killed_one_step_later_is_not_lost(tmp_path: Path) -> None:
     faults = [
         {"kind": "out-of-memory", "step": 3, "rank": 1, "point": "backward"},

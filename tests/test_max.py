@@ -181,6 +181,7 @@ def result(job: str) -> LargestValue:
     return LargestValue.from_json(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(job: str, result: LargestValue) -> None:
     assert result.of == "micro_batch"
     assert result.limit is ValueLimit.MEMORY
@@ -225,6 +226,7 @@ def rendered(result: LargestValue) -> str:
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_exit_code_3_with_the_nearest_change(job: str) -> None:
     with pytest.raises(NothingFits) as caught:
         trimtab.max(job, "T4", options={"seq": 64 * 50}, precision="fp16")

@@ -225,6 +225,7 @@ def test_losses_in_turn_are_those_of_a_plain_loop(micro: int, every: int) -> Non
     assert_close(trained(alone(micro), job), expected(job))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["forward", "backward", "gradient", "optimizer"])
 @pytest.mark.parametrize("call", [0, 3, 5])
 def test_a_fault_in_any_of_the_losses_changes_nothing(point: str, call: int) -> None:
@@ -246,6 +247,7 @@ def losses_on_ranks(size: int) -> list[Result]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_in_turn_are_the_same_on_every_number_of_ranks(size: int) -> None:
     for results in everywhere(size, losses_on_ranks, size):
@@ -312,6 +314,7 @@ def muons_on_ranks(size: int) -> list[Result]:
     return [trained(make(size, 2), Muons()) for make in (ddp, fsdp)]
 
 
+@pytest.mark.slow
 def test_muon_on_two_ranks_differs_by_its_rounding_only() -> None:
     alone_result = trained(alone(4), Muons())
     ranks = everywhere(2, muons_on_ranks, 2)
@@ -455,6 +458,7 @@ def test_an_estimate_has_the_states_of_all_optimizers_and_both_losses() -> None:
     assert any("a step in which large is updated, which is one in 4" in note for note in estimate.assumptions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Pair", "Compared"])
 def test_a_plan_knows_when_one_of_the_losses_cannot_be_split(name: str) -> None:
     from trimtab.trace.loss_check import check_batch_loss
@@ -519,6 +523,7 @@ def train(out: Path, job: str, *options: str, faults: list[dict[str, Any]] | Non
     return [row.get("losses", row["loss"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_with_two_losses_stops_and_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     job = shared_job(TRAINED, "TrainedGan")
     calm = train(tmp_path / "calm", job)

@@ -227,6 +227,7 @@ def test_an_estimate_shows_the_public_measurements_of_its_gpu() -> None:
     assert describe_public_steps(trimtab.cluster("T4").devices[0]) == []
 
 
+@pytest.mark.slow
 def test_a_replayed_job_is_predicted_as_recorded() -> None:
     """One row of each kind is traced again: LoRA on a 4-bit base whose layers keep their inputs."""
     row = next(row for row in read_rows() if row.is_job and row.model == "llama-3.2-1b" and row.base)
@@ -279,6 +280,7 @@ def test_a_head_and_its_chunks_follow_the_options_of_the_job() -> None:
     assert model.get_output_embeddings() is model.head
 
 
+@pytest.mark.slow
 def test_blocks_compiled_on_their_own_keep_less_than_eager_ones() -> None:
     row = next(row for row in read_rows() if row.trainer == "torchtune" and row.recompute == "none")
     request, _ = make_request(row)

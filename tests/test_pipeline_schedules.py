@@ -67,6 +67,7 @@ def two_ranks(folder: str, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPED)
 def test_two_ranks_learn_what_one_process_learns(name: str, tmp_path: Path) -> None:
     reports = everywhere(2, two_ranks, str(tmp_path), name, timeout_s=300)

@@ -95,6 +95,7 @@ def test_a_plan_is_made_written_and_read_back(
         trimtab.read_plan(out)
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_anew_once_the_user_has_calibrated(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_plan_prints_within_eighty_columns(folder: Path, env: dict[str, str]) 
     assert "6 x 1 x 1 data-parallel = 6, exactly" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_was_asked_before_changes_no_plan(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

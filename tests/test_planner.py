@@ -972,6 +972,7 @@ def test_what_ifs_use_the_ways_of_the_plan() -> None:
 # --- unlike devices
 
 
+@pytest.mark.slow
 @QUICK
 @given(
     law=st.builds(
@@ -1132,6 +1133,7 @@ def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     assert asked == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", Objective)
 def test_what_is_asked_beside_changes_neither_runners_up_nor_rejections(objective: Objective) -> None:
     """Of one space: a price, a far deadline, a comparison of all counts, in whatever order they are asked."""

@@ -208,6 +208,7 @@ class Full:
             raise torch.OutOfMemoryError("full")
 
 
+@pytest.mark.slow
 def test_three_ranks_learn_what_one_learns_whatever_fails() -> None:
     reports = everywhere(3, three_ranks)
     for rank, found in enumerate(reports):
@@ -324,6 +325,7 @@ def four_ranks() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_four_ranks_in_branches_and_replicas_of_shards() -> None:
     job = Calm()
     model: Any = job.model()

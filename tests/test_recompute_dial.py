@@ -72,6 +72,7 @@ def live_bytes(trace: Trace) -> list[tuple[int, int]]:
     return curve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", PARTIAL)
 def test_a_mixed_trace_is_the_traced_one(way: Recompute, traces: dict[Recompute, Trace]) -> None:
     mixed = RecomputeMix(traces[Recompute.NONE], traces[Recompute.FULL]).mix(way.way)

@@ -128,6 +128,7 @@ def trace_each(job: str, settings: list[Setting], clip: float | None) -> tuple[l
     return [answer["trace"] for answer in answers], [answer["repeats"] for answer in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "clip", "repeats"),
     [

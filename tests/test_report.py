@@ -515,6 +515,7 @@ def test_without_a_converter_the_png_is_left_out_with_what_to_install(
     assert "pip install cairosvg" in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(report.find_png_converter() is None, reason="nothing here turns SVG into PNG")
 def test_a_png_is_the_figure_at_twice_its_size(tmp_path: Path) -> None:
     files, notes = report.write_figures(page.draw_figures(full("words"))[:1], tmp_path / "figures")
@@ -644,6 +645,7 @@ FLAT = Timeline(
 """A step in which every part is thick enough for its name, and two labels are wanted at one place."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["everything", "crowded"])
 def test_labels_do_not_overlap_and_can_be_read(browser: Browser, tmp_path: Path, what: str) -> None:
     file = tmp_path / "page.html"

@@ -72,6 +72,7 @@ MIXTRAL = {
 SHARDED = {"strategy": "fsdp", "mesh": {"dp_shard": 4}, "global_batch": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "more"),
     [

@@ -179,6 +179,7 @@ def test_out_of_memory_anywhere_changes_nothing_but_the_parts(point: str, make: 
         assert "2 are tried" in seen[0].done
 
 
+@pytest.mark.slow
 def test_one_sample_that_never_fits_is_said_so() -> None:
     class Full:
         def at(self, point: str, *_: Any) -> None:

@@ -26,6 +26,7 @@ def test_a_rank_is_started_without_its_launcher() -> None:
     assert bench.rank_words(case) == [sys.executable, "train.py", "--steps", "3"]
 
 
+@pytest.mark.slow
 def test_a_script_is_measured_as_it_is_and_ended_after_its_steps(tmp_path: Path) -> None:
     case = bench.ScriptCase("loop", "scripts", ".", "python classifier.py --samples 40000 -b 4", steps=4)
     folder = bench.prepare(case, ROOT / "tests", tmp_path)
@@ -36,6 +37,7 @@ def test_a_script_is_measured_as_it_is_and_ended_after_its_steps(tmp_path: Path)
     assert (tmp_path / "loop" / "scripts" / "classifier.py").is_file()
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_before_its_steps_says_why(tmp_path: Path) -> None:
     case = bench.ScriptCase("loop", "scripts", ".", "python breaks.py import")
     folder = bench.prepare(case, ROOT / "tests", tmp_path)

@@ -286,6 +286,7 @@ def test_accelerate_without_numbers_takes_all_gpus_or_its_config(folder: Path) -
     assert parse("accelerate launch train.py", HF_HOME=str(folder)).processes == 1
 
 
+@pytest.mark.slow
 def test_accelerate_turns_its_flags_into_variables(folder: Path) -> None:
     """In a process of its own: accelerate changes the environment as it is imported."""
     line = "accelerate launch --num_processes 4 --mixed_precision bf16 --dynamo_backend inductor train.py --x"

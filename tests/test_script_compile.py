@@ -116,6 +116,7 @@ def steady_bytes(found: ScriptEstimate) -> int:
 TENSOR = 4096 * 1024 * 4
 
 
+@pytest.mark.slow
 def test_a_compiled_function_runs_fused_kernels(follow: Callable[[str], ScriptEstimate]) -> None:
     # Eager keeps three tensors of each link of the chain, compiled code none of them.
     found = follow("function")

@@ -94,6 +94,7 @@ class Job:
 )
 
 
+@pytest.mark.slow
 def test_a_script_needs_what_the_same_training_needs_as_a_job(follow: Callable[..., ScriptEstimate]) -> None:
     Path("job.py").write_text(JOB, encoding="utf-8")
     job = trimtab.estimate("job.py:Job", "H200", micro_batch=16, precision="bf16")
@@ -123,6 +124,7 @@ def test_a_script_shows_how_it_trains(
     assert found.estimate.step_s is not None
 
 
+@pytest.mark.slow
 def test_rank_0_of_several_processes_is_followed(follow: Callable[..., ScriptEstimate]) -> None:
     launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     replicated = follow(*launch, "ddp.py", "3", "1", on="2xH100")
@@ -171,6 +173,7 @@ for step in range(3):
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "function"), [("hook", "all_reduce"), ("shards", "reduce_scatter_tensor"), ("metrics", "")]
 )

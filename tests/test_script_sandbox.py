@@ -331,6 +331,7 @@ results["fine"] = Path("fine.txt").read_text() + io.FileIO("log.txt").read().dec
     assert "no Landlock" in found["record"]["notes"][0]
 
 
+@pytest.mark.slow
 def test_torch_and_its_libraries(user: Path) -> None:
     body = """
 import io, os

@@ -52,6 +52,7 @@ def test_a_script_without_an_optimizer_is_followed_by_its_backward_passes() -> N
     assert not [note for note in found.estimate.assumptions if "failed" in note]
 
 
+@pytest.mark.slow
 def test_data_parallel_on_one_gpu_passes_its_inputs_on() -> None:
     plain, wrapped = (follow("classifier.py", *flags) for flags in ((), ("--data-parallel",)))
     assert wrapped.estimate.allocated_bytes == plain.estimate.allocated_bytes
@@ -62,6 +63,7 @@ def test_data_parallel_on_two_gpus_is_refused() -> None:
         follow("classifier.py", "--data-parallel", on="2xH200")
 
 
+@pytest.mark.slow
 def test_fully_shard_moves_a_model_from_the_cpu() -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     plain, moved = (
@@ -217,6 +219,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_generated_texts_are_as_long_as_they_may_get(tmp_path: Path) -> None:
     Path("generates.py").write_text(GENERATES, encoding="utf-8")
     found = follow(str(tmp_path / "generates.py"))

@@ -76,6 +76,7 @@ def dims_of(described: list[list[Any]], op: str) -> list[list[int]]:
     return [dims for name, dims, _, _ in described if name == f"aten::{op}"]
 
 
+@pytest.mark.slow
 def test_a_norm_over_the_batch_has_a_block_a_channel_unless_channels_are_last(
     described: list[list[Any]],
 ) -> None:

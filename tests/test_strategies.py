@@ -70,6 +70,7 @@ def estimate(job: str, on: str, **options: Any) -> Estimate:
     return trimtab.estimate(job, on, micro_batch=8, precision="fp32", **options)
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_branch_holds_its_own_frozen_part_and_all_that_learns() -> None:
     job = shared_job(TWO)
     whole = estimate(job, "H100")
@@ -95,6 +96,7 @@ def test_hybrid_holds_what_branch_holds() -> None:
     assert hybrid.allocated_bytes == branch.allocated_bytes
 
 
+@pytest.mark.slow
 def test_a_rank_of_hsdp_keeps_the_share_of_its_node() -> None:
     job = shared_job(JOB)
     one = estimate(job, "H100")
@@ -152,6 +154,7 @@ def test_a_job_without_branches_is_refused_before_tracing() -> None:
         get_branches(object())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "found"),
     [

@@ -464,6 +464,7 @@ class Images(trimtab.Job):
         return model(batch).float().square().mean()
 
 
+@pytest.mark.slow
 def test_a_trace_has_its_collectives_and_the_time_counts_them() -> None:
     torch.set_default_dtype(torch.float32)
     where = cluster("4xA100-40GB")

@@ -69,6 +69,7 @@ RUNS_OF_FOUR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "runs", [RUNS_OF_TWO, pytest.param(RUNS_OF_FOUR, marks=pytest.mark.slow)], ids=["2", "4"]
 )
@@ -258,6 +259,7 @@ JOB = """
 """
 
 
+@pytest.mark.slow
 def test_an_estimate_has_the_memory_and_the_traffic_of_one_part_of_every_layer() -> None:
     job = shared_job(JOB)
     whole, split = (trimtab.estimate(job, "4xH100", strategy="fsdp", tp=tp, micro_batch=4) for tp in (1, 4))

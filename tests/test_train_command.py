@@ -282,6 +282,7 @@ def test_evaluation_is_of_every_sample_once_an_epoch_and_never_at_the_start(home
     assert judged[14] == pytest.approx(float(job.loss(model, whole).detach()), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_a_longer_one_goes_on(home: Path, calm: Path, tmp_path: Path) -> None:
     job = f"{home}/job.py:Judged"
     again = command("train", job, "--out", calm, "--checkpoint-every", "5")
@@ -430,6 +431,7 @@ def test_two_processes_survive_a_drill_and_end_where_one_would(
     assert sorted(first) == list(range(50))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_number_of_processes(
     home: Path, calm: Path, tmp_path: Path
 ) -> None:
@@ -479,6 +481,7 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int = 1) -> N
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_started_train_as_well(home: Path, calm: Path, tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     with started(

@@ -241,6 +241,7 @@ def test_a_model_without_frozen_layers_is_refused() -> None:
         quantize_frozen(tiny_llama(), BaseFormat.NF4, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", QUANTIZED)
 def test_adapters_on_a_quantized_base_learn(base: BaseFormat) -> None:
     plain, losses = train(Adapters(), steps=6), train(Adapters(), steps=6, base=base)

@@ -116,6 +116,7 @@ def check_working(python: Path, folder: Path) -> None:
         assert not missing, f"{command}: {missing} not in {done.stdout}"
 
 
+@pytest.mark.slow
 def test_commands_that_need_no_torch_work_without_it(bare: Path, tmp_path: Path) -> None:
     write_inputs(tmp_path)
     check_working(bare, tmp_path)
@@ -143,6 +144,7 @@ def test_commands_that_need_torch_say_so_and_how_to_get_it(bare: Path, tmp_path:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["apply plan.json --to config.yaml", "launch plan.json"])
 def test_a_plan_is_compared_with_its_source_files_and_the_rest_is_named(
     bare: Path, tmp_path: Path, command: str

@@ -183,6 +183,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     disconnect()
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_rank_are_an_error() -> None:
     port = free_port()
     errors: list[str] = []

@@ -330,6 +330,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Cells", "Packed", "Scripted", "Sparse", "SparseGradients", "Straggler"])
 def test_it_is_followed(kinds: dict[str, dict[str, Any]], name: str) -> None:
     assert kinds[name]["words"] == ""
