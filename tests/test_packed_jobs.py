@@ -416,3 +416,27 @@ def test_functions_that_transformers_runs_without_their_kernels_are_named(worker
     assert any(
         "mamba_chunk_scan_combined as plain torch code, because mamba_ssm is not" in note for note in notes
     )
+
+
+STRICT = """
+import torch
+
+
+class Strict:
+    global_batch, samples, epochs = 4, 100, 1
+
+    def model(self):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return torch.nn.Linear(64, 4)
+
+    def batch(self, size):
+        return torch.randn(size, 64)
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+"""
+
+
+def test_deterministic_algorithms_are_named_as_not_timed(worker: WorkerProcess) -> None:
+    trace = traced(worker, shared_job(STRICT, "Strict"))
+    assert "time: deterministic algorithms are on" in "\n".join(trace.assumptions)

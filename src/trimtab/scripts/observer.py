@@ -816,7 +816,7 @@ class Observer:
             parameters=sum(count for count, _ in sizes),
             trainable=sum(count for count, learns in sizes if learns),
             recomputed_flops=self.recomputed_flops,
-            assumptions=(*self.notes, *recorder.kernels.assumptions, *recorder.kernels.unfused_notes),
+            assumptions=(*self.notes, *recorder.kernels.list_assumptions()),
         )
 
 

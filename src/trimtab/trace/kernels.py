@@ -186,6 +186,12 @@ SEARCH_NOTE = (
 )
 
 
+DETERMINISTIC_NOTE = (
+    "time: deterministic algorithms are on; the slower kernels that they take, such as those of attention's "
+    "backward pass, were not measured"
+)
+
+
 class Kernels:
     """Runs operations as the target's kernels would, and collects the assumptions made."""
 
@@ -221,6 +227,12 @@ class Kernels:
     def assume(self, text: str) -> None:
         """Add an assumption to the list, once."""
         self.assumptions[text] = None
+
+    def list_assumptions(self) -> tuple[str, ...]:
+        """Return all assumptions about the steps that ran."""
+        if torch.are_deterministic_algorithms_enabled():
+            self.assume(DETERMINISTIC_NOTE)
+        return (*self.assumptions, *self.unfused_notes)
 
     def _note_attention(self, text: str) -> None:
         self.uses_attention = True

@@ -278,9 +278,8 @@ def _trace_model(built: _BuiltModel, *, forward: bool = False, as_compiled: bool
         chosen = (*chosen, LONGEST_NOTE)
     assumed = (
         *chosen,
-        *recorder.kernels.assumptions,
         *fake_ops.list_script_assumptions(),
-        *recorder.kernels.unfused_notes,
+        *recorder.kernels.list_assumptions(),
     )
     phases = counts.pop("update_phases", [])
     assumed += tuple(note for note in map(_frequency_note, phases) if note)
