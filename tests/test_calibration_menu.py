@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 LIST_ATTENTION = """
-import json, sys
+import json, os, sys
 import trimtab
 from trimtab.trace.fake_cuda import install_fake_cuda
 
@@ -27,7 +27,9 @@ with mode, recorder:
     for program in list_programs():
         if "attention" in program.name:
             program.run()
-print(json.dumps([(work.op, work.dims) for work in recorder.works if work.kind == "attention"]))
+print(json.dumps([(work.op, work.dims) for work in recorder.works if work.kind == "attention"]), flush=True)
+# No destructors, as in the processes that trace: threads of the backward pass may still run.
+os._exit(0)
 """
 
 

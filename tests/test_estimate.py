@@ -312,6 +312,7 @@ def test_a_model_a_hundred_times_too_large_is_answered_without_memory() -> None:
     assert found.process_bytes > 100 * 80 * GIB
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_the_command_prints_a_verdict_and_json_has_the_contract() -> None:
     job = shared_job(JOB)
     done = trimtab_cli("estimate", job, "--on", "H200", "--micro-batch", "256")
