@@ -238,9 +238,9 @@ class Product(torch.autograd.Function):
         return multiply(gradient, weight), multiply(gradient.t(), x)
 
 def multiply(left, right):
-    one = torch.ones((), device="cuda")
+    scale = torch.ones((), device="cuda")
     narrow = left.contiguous().to(torch.float8_e4m3fn), right.t().contiguous().to(torch.float8_e4m3fn).t()
-    return torch._scaled_mm(*narrow, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return torch._scaled_mm(*narrow, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
 
 weight = nn.Parameter(torch.randn(1024, 1024, device="cuda", dtype=torch.float32))
 head = nn.Linear(1024, 64, device="cuda")
