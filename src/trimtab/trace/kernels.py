@@ -230,9 +230,8 @@ class Kernels:
 
     def list_assumptions(self) -> tuple[str, ...]:
         """Return all assumptions about the steps that ran."""
-        if torch.are_deterministic_algorithms_enabled():
-            self.assume(DETERMINISTIC_NOTE)
-        return (*self.assumptions, *self.unfused_notes)
+        mode = (DETERMINISTIC_NOTE,) if torch.are_deterministic_algorithms_enabled() else ()
+        return (*self.assumptions, *mode, *self.unfused_notes)
 
     def _note_attention(self, text: str) -> None:
         self.uses_attention = True
