@@ -422,7 +422,7 @@ TIMED_COMPILED = (
 )  # fmt: skip
 BLIND_ZOO = {
     "actor_critic": 4096, "attention_unet": 16, "deformable_detr": 8, "diffusion_transformer": 128,
-    "fnet": 64, "informer": 256, "levit": 256, "mamba": 8, "optical_flow": 8, "perceiver": 8,
+    "informer": 256, "levit": 256, "mamba": 8, "optical_flow": 8, "perceiver": 8,
     "poolformer": 128, "protein_pairs": 2, "recurrent_translation": 128, "source_separation": 8,
     "super_resolution": 32, "switch": 16, "table_transformer": 1024, "vocoder": 32, "wavlm": 16, "xlnet": 32,
 }  # fmt: skip
@@ -453,6 +453,17 @@ BLIND_CHECK = {
 }  # fmt: skip
 """Models of bench/zoo_check.py, written and predicted before any of them was measured."""
 BLIND_CHECK_COMPILED = ("codec_language", "perceptual_autoencoder", "graph_transformer", "group_forecast")
+BLIND_UNSEEN = {
+    "soft_capped_decoder": 2, "late_interaction": 48, "byte_patches": 6, "hybrid_state_space": 4,
+    "sequence_tagger": 256, "joint_embedding": 160, "latent_video": 4, "modulated_generator": 32,
+    "document_reader": 2, "promptable_segmentation": 2, "edge_convolution": 16, "speech_synthesis": 32,
+    "click_crosses": 65_536, "distributional_q": 512, "physics_informed": 16_384, "auto_correlation": 64,
+}  # fmt: skip
+"""Models of bench/zoo_unseen.py, written and predicted before any of them was measured."""
+BLIND_UNSEEN_COMPILED = (
+    "soft_capped_decoder", "late_interaction", "byte_patches", "hybrid_state_space", "latent_video",
+    "promptable_segmentation",
+)  # fmt: skip
 ATTENTION = (
     ("Windowed", 64), ("EncoderUnmasked", 32), ("Encoder", 32), ("EncoderDropout", 32), ("RelativeBias", 16),
     ("Head80", 16), ("Head96", 16), ("Head100", 16), ("Head160", 8), ("Grouped", 16), ("GroupedMasked", 16),
@@ -505,6 +516,7 @@ def _timed_zoo() -> list[QueuedCase]:
         ("later", BLIND_LATER, BLIND_LATER_COMPILED),
         ("newest", BLIND_NEWEST, BLIND_NEWEST_COMPILED),
         ("check", BLIND_CHECK, BLIND_CHECK_COMPILED),
+        ("unseen", BLIND_UNSEEN, BLIND_UNSEEN_COMPILED),
     )
     return [
         _zoo_case(

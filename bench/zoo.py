@@ -592,7 +592,8 @@ ROWS: list[Row] = [
      "patch_size": 14}),
     ("hiera", "vision", "HieraForImageClassification", 32, pictures(224), {}),
     ("vit_mae", "vision", "ViTMAEForPreTraining", 64, unlabelled(224), {}),
-    ("perceiver", "vision", "PerceiverForImageClassificationLearned", 4, pictures(224, key="labels"), {}),
+    ("perceiver", "vision", "PerceiverForImageClassificationLearned", 4, pictures(224, key="labels"),
+     {"image_size": 224}),
     ("videomae", "vision", "VideoMAEForVideoClassification", 8, videos(16, 224), {}),
     ("timesformer", "vision", "TimesformerForVideoClassification", 4, videos(8, 224), {}),
     ("vivit", "vision", "VivitForVideoClassification", 2, videos(32, 224), {}),
@@ -685,7 +686,8 @@ ROWS: list[Row] = [
           first_k_dense_replace=1, num_attention_heads=16, num_key_value_heads=16, vocab_size=102_400)),
     ("gpt_oss", "moe", "GptOssForCausalLM", 1, causal(1024),
      _few(2, num_local_experts=32, vocab_size=201_088, layer_types=["sliding_attention", "full_attention"])),
-    ("switch", "moe", "SwitchTransformersForConditionalGeneration", 8, translated(256, 128), {}),
+    ("switch", "moe", "SwitchTransformersForConditionalGeneration", 8, translated(256, 128),
+     {"decoder_start_token_id": 0}),
     ("phimoe", "moe", "PhimoeForCausalLM", 1, causal(1024),
      _few(1, num_local_experts=8, intermediate_size=6400)),
     # State spaces and recurrence.
@@ -731,9 +733,9 @@ def _transformers(row: Row) -> Entry:
 
 
 def _written() -> list[Entry]:
-    """The models of zoo_models.py and of four more files, which stand beside this file."""
+    """The models of zoo_models.py and of five more files, which stand beside this file."""
     models = _load_beside("zoo_models")
-    for file in ("zoo_later", "zoo_blind", "zoo_newest", "zoo_check"):
+    for file in ("zoo_later", "zoo_blind", "zoo_newest", "zoo_check", "zoo_unseen"):
         _load_beside(file)  # adds its jobs to those of zoo_models.py
     return [Entry(job.name, "written", job.micro_batch, job) for job in models.JOBS]
 
