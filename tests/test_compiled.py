@@ -229,6 +229,14 @@ class Host(Job):
         return Waves()
 
 
+class Constant(Job):
+    def model(self):
+        class Scaled(Net):
+            def forward(self, x):
+                return super().forward(x * torch.tensor(16.0, dtype=x.dtype, device=x.device))
+        return Scaled()
+
+
 class Wrong(Job):
     def batch(self, size):
         return torch.randn(size, 128, 250), torch.randint(0, 10, (size, 128))
@@ -286,6 +294,12 @@ def test_what_the_compiler_leaves_out_is_counted_as_it_runs(name: str) -> None:
     assert activations(found) > 64 * 128 * 256 * 2
     read = any(".item()" in assumption for assumption in found.assumptions)
     assert read == (name == "Broken")
+
+
+@pytest.mark.slow
+def test_a_number_made_a_tensor_of_the_device_is_compiled() -> None:
+    found = estimate("Constant", compile=True)
+    assert activations(found) == pytest.approx(activations(estimate(compile=True)), rel=0.1)
 
 
 @pytest.mark.slow

@@ -268,6 +268,21 @@ class Numbers(Base):
 
 
 @job
+class NamedExperts(Base):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(32, 4)
+        self.experts = nn.ModuleDict({f"expert_{number}": nn.Linear(32, 32) for number in range(4)})
+
+    def forward(self, x, lengths):
+        hits = self.gate(x).argmax(-1).flatten().bincount(minlength=4).nonzero()
+        for hit in hits:
+            x = self.experts[f"expert_{hit[0]}"](x)
+        print(f"{x.float().mean():.3f}")
+        return x
+
+
+@job
 class Wrong(Base):
     def __init__(self):
         super().__init__()
@@ -291,6 +306,7 @@ NAMES = (
     "Drawn",
     "Straggler",
     "Numbers",
+    "NamedExperts",
     "Wrong",
 )
 PROBES = """
@@ -335,6 +351,12 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_it_is_followed(kinds: dict[str, dict[str, Any]], name: str) -> None:
     assert kinds[name]["words"] == ""
     assert kinds[name]["allocated_bytes"] > 0
+
+
+def test_a_number_in_a_formatted_name_is_read_from_the_device(kinds: dict[str, dict[str, Any]]) -> None:
+    assert kinds["NamedExperts"]["words"] == ""
+    # The gate has no gradient, and the first of four experts none of its input.
+    assert kinds["NamedExperts"]["flops"] == 2 * 48 * 32 * 4 + 11 * 2 * 48 * 32 * 32
 
 
 @pytest.mark.parametrize("name", ["SplitByCounts", "SplitByArray", "SplitByUnique"])

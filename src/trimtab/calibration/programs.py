@@ -130,8 +130,14 @@ def _language(  # noqa: PLR0913, PLR0917 - the sizes of a transformer
 FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 
-def _attention(
-    length: int, heads: int, size: int, *, causal: bool = True, kernel: SDPBackend | None = None
+def _attention(  # noqa: PLR0913 - the sizes and the kernel of an attention
+    length: int,
+    heads: int,
+    size: int,
+    *,
+    causal: bool = True,
+    kernel: SDPBackend | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> CalibrationProgram:
     """Fused attention over long sequences, with the kernel that torch chooses, or with another one.
 
@@ -143,10 +149,10 @@ def _attention(
 
     def run() -> None:
         query, key, value = (
-            torch.randn(1, heads, length, size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            torch.randn(1, heads, length, size, dtype=dtype, device="cuda", requires_grad=True)
             for _ in range(3)
         )
-        mask = torch.zeros(1, 1, length, length, dtype=torch.bfloat16, device="cuda") if masked else None
+        mask = torch.zeros(1, 1, length, length, dtype=dtype, device="cuda") if masked else None
         with contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel):
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, mask, is_causal=causal and not masked
@@ -154,8 +160,9 @@ def _attention(
         mixed.backward(torch.randn_like(mixed))
 
     style = f"{'flash ' * (kernel is FLASH)}{'masked ' * masked}attention{'' if causal else ' both ways'}"
-    need = heads * length * size * 40 + masked * length**2 * 8
-    return CalibrationProgram(f"{style}, {length} x {heads} x {size}", need, run)
+    need = heads * length * size * 80 + masked * length**2 * 16
+    wide = ", fp32" * (dtype is torch.float32)
+    return CalibrationProgram(f"{style}, {length} x {heads} x {size}{wide}", need, run)
 
 
 class AttentionShape(NamedTuple):
@@ -167,8 +174,13 @@ class AttentionShape(NamedTuple):
     size: int
 
 
-def _masked_attention(shape: AttentionShape, *, masked: bool, dropout: float) -> CalibrationProgram:
-    """Fused attention with a mask or dropout: variants of the same kernels, up to five times as slow."""
+def _masked_attention(
+    shape: AttentionShape, *, masked: bool, dropout: float = 0.0, learned: bool = False
+) -> CalibrationProgram:
+    """Fused attention with a mask or dropout: variants of the same kernels, up to five times as slow.
+
+    A learned mask, as of relative positions, has a number for each head, and a gradient.
+    """
     batch, heads, length, size = shape
 
     def run() -> None:
@@ -177,11 +189,14 @@ def _masked_attention(shape: AttentionShape, *, masked: bool, dropout: float) ->
             for _ in range(3)
         )
         mask = torch.zeros(batch, 1, length, length, dtype=torch.bfloat16, device="cuda") if masked else None
+        if learned:
+            mask = torch.zeros(1, heads, length, length, dtype=torch.bfloat16, device="cuda")
+            mask.requires_grad_(True)
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         mixed.backward(torch.randn_like(mixed))
 
-    traits = f"{' masked' * masked}{' dropout' * bool(dropout)}" or " plain"
-    need = batch * heads * length * size * 40 + batch * length**2 * 8
+    traits = f"{' masked' * masked}{' learned' * learned}{' dropout' * bool(dropout)}" or " plain"
+    need = batch * heads * length * size * 40 + batch * (heads if learned else 1) * length**2 * 8
     return CalibrationProgram(f"attention{traits}, {batch} x {heads} x {length} x {size}", need, run)
 
 
@@ -195,15 +210,30 @@ MASKED_SHAPES = (
     AttentionShape(32, 8, 512, 32),
     AttentionShape(128, 12, 197, 64),
 )
+SHORT_SHAPES = (
+    AttentionShape(8192, 8, 8, 32),
+    AttentionShape(4096, 8, 12, 64),
+    AttentionShape(2048, 12, 24, 64),
+    AttentionShape(1024, 12, 49, 32),
+    AttentionShape(1024, 8, 64, 64),
+    AttentionShape(256, 8, 136, 64),
+)
+"""Windows, rows of a table, groups of series: far fewer tokens than kernels are made for."""
 
 
 def _list_masked_attention() -> list[CalibrationProgram]:
     """Return programs of attention over usual lengths, with and without mask and dropout."""
-    return [
+    usual = [
         _masked_attention(shape, masked=masked, dropout=dropout)
         for masked, dropout in ((False, 0.0), (True, 0.0), (False, 0.1), (True, 0.1))
         for shape in MASKED_SHAPES
     ]
+    short = [_masked_attention(shape, masked=masked) for masked in (False, True) for shape in SHORT_SHAPES]
+    learned = [
+        _masked_attention(shape, masked=False, learned=True)
+        for shape in (SHORT_SHAPES[3], SHORT_SHAPES[5], *MASKED_SHAPES[:4])
+    ]
+    return [*usual, *short, *learned]
 
 
 def _list_attention() -> list[CalibrationProgram]:
@@ -226,7 +256,18 @@ def _list_attention() -> list[CalibrationProgram]:
         for length, heads in ((512, 128), (2048, 64), (8192, 32))
         for size in sizes
     ]
-    return [*plain, *both_ways, *flash, *masked, *longest]
+    # Heads of 256 do not fit into the registers of these kernels.
+    wide = [
+        _attention(length, heads, 256, kernel=kernel)
+        for kernel in (FLASH, EFFICIENT)
+        for length, heads in ((1024, 32), (8192, 8))
+    ]
+    exact = [
+        _attention(length, heads, size, kernel=EFFICIENT, dtype=torch.float32)
+        for length, heads in ((1024, 32), (8192, 8))
+        for size in (*sizes, 256)
+    ]
+    return [*plain, *both_ways, *flash, *masked, *wide, *exact, *longest]
 
 
 def _set_layout(layer: Any, layout: torch.memory_format) -> Any:

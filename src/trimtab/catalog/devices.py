@@ -227,10 +227,12 @@ def instruction_rate(device: Device) -> float | None:
 def matmul_share(model: str | None) -> float | None:
     """Return the share of the bf16 peak that the best products reach on a device; None if nobody measured it.
 
-    The figures are the best of many shapes. Those of A100 to B300 and of AMD are from stas00/ml-engineering
-    (2026-08), those of GeForce, workstation and PCIe cards from mag-/gpu_benchmark (2024-10). Where both have
-    an A100 or an H100, they differ by 1 to 3 %. An A100 reaches 0.87 of its peak, an H200 0.80, an L40S 0.70,
-    and GeForce cards, which run above their specified boost clock, 1.08 and more.
+    Without bf16 it is that of fp16. The figures are the best of many shapes. Those of A100 to B300 and of AMD
+    are from stas00/ml-engineering (2026-08), those of 12 GeForce, workstation and PCIe cards from
+    mag-/gpu_benchmark (2024-10), those of T4, V100, H20, RTX 50 and other GeForce cards from
+    zzc0721/torch-performance-test-data (2026-01), which has squares of 1,024 to 10,240 only. Where two have
+    a card, they differ by up to 7 %. An A100 reaches 0.87 of its peak, an H200 0.80, a T4 0.66, and GeForce
+    cards, which run above their specified boost clock, 1.08 and more.
 
     >>> round(matmul_share("A100 80GB SXM4"), 3), round(matmul_share("GeForce RTX 4090"), 3)
     (0.869, 1.082)
@@ -238,9 +240,8 @@ def matmul_share(model: str | None) -> float | None:
     True
     """
     row = next((row for row in devices() if row.name == model), None)
-    if row is None or row.matmul_tflops is None or not row.bf16:
-        return None
-    return row.matmul_tflops / row.bf16
+    peak = row and (row.bf16 or row.fp16)
+    return row.matmul_tflops / peak if row and row.matmul_tflops and peak else None
 
 
 def row_peaks(row: DeviceRow) -> Peaks:

@@ -27,7 +27,7 @@ from trimtab.predict.calibration import find_speed
 from trimtab.predict.communication import find_links
 from trimtab.predict.decoder import FLASH, BlockKernels, Float8
 from trimtab.predict.layout import DecoderLayout, LayoutEstimator, Sharding
-from trimtab.predict.op_time import CUDNN
+from trimtab.predict.op_time import CUDNN, ampere_share
 from trimtab.spec import DecoderShape, Noun
 from trimtab.units import GIB
 
@@ -41,9 +41,6 @@ WORKERS = 2
 FLASH_SHARES = {"flash1": 0.345, "flash2": 0.6}
 """Share of the 16-bit peak of an A100 that FlashAttention reaches with long sequences, by its version. Its
 authors published 25 to 40 % and 50 to 73 % (arXiv 2307.08691)."""
-OLD_PRODUCTS = {"9": 0.6}
-"""Share of the peak that products reach with the instructions of an A100, by compute capability:
-FlashAttention 2 reaches 335 of 989 TFLOP/s on an H100 by them."""
 DTYPES = {"fp16": "float16"}
 FLOAT8 = {"fp8": Float8.TENSOR, "fp8-row": Float8.ROW, "fp8-te": Float8.FUSED}
 RESERVED = 1.05
@@ -169,7 +166,7 @@ def _make_machines(names: tuple[str, str, str, str], gpus: int, layers: int, *, 
         backward_view_s=speed.host.backward_view_s * slower,
         piece_s=speed.host.piece_s * slower,
     )
-    old = OLD_PRODUCTS.get((device.compute_capability or "").split(".")[0], 1.0)
+    old = ampere_share(device)
     estimator = LayoutEstimator(
         make_shape(model, layers),
         speed.pace,

@@ -71,6 +71,7 @@ TOPK_DIGIT_BYTES, TOPK_LAST_PASSES = 1, 2
 TOPK_FULL = 64
 """Blocks for each multiprocessor from which launches do not matter."""
 HALF_DTYPES = {FLOAT16, BFLOAT16}
+WIDE_DTYPES = {"float32", "tf32"}
 NEAREST_POINTS = 5
 OTHER_OP, OTHER_DTYPE = 16.0, 6.0
 """Squared distance between operations of different name or dtype, in doublings of a size."""
@@ -79,13 +80,27 @@ DEFAULT_MULTIPROCESSORS = 100
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
 EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
+AMPERE_KERNELS = {name + end for name in (FLASH, EFFICIENT) for end in ("", "_backward")}
+"""Kernels that multiply with the instructions of an A100 on every GPU."""
+AMPERE_SHARES = {"9": 0.6, "10": 0.6}
+"""Share of the tensor cores' peak that these instructions reach, by compute capability. FlashAttention 2
+reaches 335 of 989 TFLOP/s on an H100, and 0.6 of the peak of an A100. For a B200 it is assumed."""
+ATTENTION_TILES = {CUDNN: 128, **dict.fromkeys(AMPERE_KERNELS, 64)}
+"""Queries and keys that a thread block of an attention kernel multiplies at once: cuDNN's forward kernel
+takes 17 ns for each head of each sample with 8 to 64 tokens, as with 128."""
+CUDNN_BACKWARD, SHORT, FIXED = f"{CUDNN}_backward", 128, 41
+"""Up to `SHORT` tokens, cuDNN's backward kernel takes 0.5 ns for each token of each head of each sample, and
+as long as for `FIXED` tokens besides."""
+CAUSAL_PLACE, CAUSAL, CAUSAL_TILE = 5, 1, 128
+"""Where the dims of an attention say that it is causal, and tokens of the tiles that are left out above the
+diagonal."""
 SAME_KERNELS = {
     "torch_attn::_varlen_attn": FLASH,
     "torch_attn::_varlen_attn_backward": f"{FLASH}_backward",
     "aten::_flash_attention_forward": FLASH,
     "aten::_flash_attention_backward": f"{FLASH}_backward",
-    "trimtab::flex_attention": FLASH,
-    "trimtab::flex_attention_backward": f"{FLASH}_backward",
+    "trimtab::flex_attention": CUDNN,
+    "trimtab::flex_attention_backward": f"{CUDNN}_backward",
     "aten::_efficient_attention_forward": EFFICIENT,
     "aten::_efficient_attention_backward": f"{EFFICIENT}_backward",
 }
@@ -116,6 +131,10 @@ class Rates(NamedTuple):
     float8: float | None = None
     instructions: float | None = None
     """Instructions of single threads that are started in a second; None: as many as fp32 operations."""
+    ampere: float = 1.0
+    """Share of the peak that kernels with an A100's instructions reach."""
+    split: float | None = None
+    """Products of fp32 made of three in tf32; None: as fast as plain fp32."""
 
     def peak(self, dtype: str) -> float:
         """Return the peak of a dtype, by torch's name; unlisted dtypes run like fp32."""
@@ -148,10 +167,17 @@ def device_rates(device: Device) -> Rates | None:
         law=facts.law,
         float8=peaks.fp8 * relative if peaks.fp8 else None,
         instructions=instruction_rate(device),
+        ampere=ampere_share(device),
+        split=peaks.tf32 * relative / 3 if peaks.tf32 else None,
     )
 
 
-def roofline_s(work: Work, device: Rates) -> float:
+def ampere_share(device: Device) -> float:
+    """Return the share of the peak that products with the instructions of an A100 reach on a device."""
+    return AMPERE_SHARES.get((device.compute_capability or "").split(".", maxsplit=1)[0], 1.0)
+
+
+def roofline_s(work: Work, device: Rates) -> float:  # noqa: C901 - a rule for each kind of operation
     """Return the seconds of an operation if every kernel were as efficient as large ones."""
     facts = device.law
     if _is_generated(work):
@@ -176,10 +202,39 @@ def roofline_s(work: Work, device: Rates) -> float:
         computing = work.flops / (device.float32 * facts.solved)
     elif work.flops:
         peak = device.peak(work.dtype) * facts.sustained
-        computing = _product_s(work, peak, device) if work.kind == "matrix" else work.flops / peak
+        if work.kind == "matrix":
+            computing = _product_s(work, peak, device)
+        elif work.kind == "attention":
+            computing = _attention_s(work, peak, device)
+        else:
+            computing = work.flops / peak
     if work.kind == "recurrent" and work.dims:
         computing += work.dims[1] * CELL_LAUNCHES.get(work.op, 2) * facts.cell_kernel_s
     return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + max(moving, computing)
+
+
+def _attention_s(work: Work, peak: float, device: Rates) -> float:
+    """Return the seconds of the arithmetic of fused attention, in whole tiles of queries and keys."""
+    _, _, queries, keys, *_ = work.dims
+    flops = work.flops * _pad(queries, work.op) * _pad(keys, work.op) / (queries * keys)
+    if work.op == CUDNN_BACKWARD and max(queries, keys) < SHORT:
+        tokens = (queries + keys) / 2
+        flops *= SHORT**2 * (tokens + FIXED) / (SHORT + FIXED) / (queries * keys)
+    if CAUSAL in work.dims[CAUSAL_PLACE : CAUSAL_PLACE + 1]:
+        # Tiles on the diagonal are multiplied whole.
+        tiles = math.ceil(keys / CAUSAL_TILE)
+        flops *= (tiles + 1) / tiles
+    if SAME_KERNELS.get(work.op, work.op) in AMPERE_KERNELS:
+        # The only fused kernel for fp32 makes each product of three in tf32, whatever torch allows elsewhere.
+        split = device.split if work.dtype in WIDE_DTYPES else None
+        peak = (split * device.law.sustained if split else peak) * device.ampere
+    return flops / peak
+
+
+def _pad(tokens: int, op: str) -> int:
+    """Return so many queries or keys of an attention in whole tiles."""
+    tile = ATTENTION_TILES.get(SAME_KERNELS.get(op, op), 1)
+    return -(-tokens // tile) * tile
 
 
 def _is_generated(work: Work) -> bool:
@@ -337,7 +392,8 @@ def work_coordinates(work: Work) -> tuple[float, ...]:
         # Older calibrations do not say whether there is a mask or dropout.
         causal, masked, dropped = (*rest, 0, 0, 0)[:3]
         variant = 2.0 * causal, 3.0 * masked, 3.0 * dropped, ragged
-        return (_log(batch * heads) / 2, _log(queries), _log(keys), 2 * _log(size), *variant)
+        tokens = _log(_pad(queries, work.op)), _log(_pad(keys, work.op))
+        return (_log(batch * heads) / 2, *tokens, 2 * _log(size), *variant)
     if work.kind == "convolution":
         groups, spots, columns, inner, layout, area = dims
         biased = 2.0 * bool(work.write_bytes)
@@ -387,10 +443,12 @@ def calibration_points(calibration: Calibration, measured_on: Rates) -> list[Poi
 
 
 def _has_like_dtype(point: Point, work: Work) -> bool:
-    """Return whether dtypes are the same; autocast always runs recurrent layers of cuDNN in fp16."""
-    return point.dtype == work.dtype or (
-        work.kind == "recurrent" and {point.dtype, work.dtype} <= HALF_DTYPES
-    )
+    """Return whether an operation runs the same kernels in both dtypes.
+
+    Autocast always runs recurrent layers of cuDNN in fp16; fused attention ignores whether tf32 is allowed.
+    """
+    alike = {"recurrent": HALF_DTYPES, "attention": WIDE_DTYPES}.get(work.kind, set())
+    return point.dtype == work.dtype or {point.dtype, work.dtype} <= alike
 
 
 class Pace:

@@ -551,7 +551,16 @@ def _patch_cuda() -> None:
 def _fold_constants_on_host() -> None:
     """Compute constants that the compiler folds on the host, because they need real numbers."""
     from torch._inductor.fx_passes import joint_graph
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.fx.experimental import proxy_tensor
 
+    @contextlib.contextmanager
+    def compute_on_host() -> Iterator[None]:
+        # Numbers that the code makes tensors of are real ones until they are copied to the device.
+        with unset_fake_temporarily(), _HostDeviceMode():
+            yield
+
+    set_attributes(proxy_tensor, unset_fake_temporarily=compute_on_host)
     folder = joint_graph.UniformValueConstantFolder
     original = folder.run
 

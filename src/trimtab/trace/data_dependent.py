@@ -465,8 +465,8 @@ class ValueTracker:
 
 
 def patch_value_reads(library: torch.library.Library, values: ValueTracker) -> None:
-    """Let `Tensor.numpy()` and `tensor_split` read known or assumed values of fake tensors on the host."""
-    read_array = torch.Tensor.numpy
+    """Let `Tensor.numpy()`, formatting and `tensor_split` read known or assumed values on the host."""
+    read_array, format_tensor = torch.Tensor.numpy, torch.Tensor.__format__
     split = torch.ops.aten.tensor_split
 
     def numpy(tensor: FakeTensor, *, force: bool = False) -> Any:
@@ -477,6 +477,10 @@ def patch_value_reads(library: torch.library.Library, values: ValueTracker) -> N
         with _disable_current_modes():
             return read.clone().numpy()
 
+    def format_number(tensor: FakeTensor, spec: str) -> str:
+        # Names such as f"expert_{index}" and printed losses read the number from the device.
+        return format_tensor(tensor, spec) if tensor.dim() else format(tensor.detach().item(), spec)
+
     def tensor_split(source: torch.Tensor, places: torch.Tensor, dim: int = 0) -> Any:
         read = values.read_values(places)
         if read is None:
@@ -486,6 +490,7 @@ def patch_value_reads(library: torch.library.Library, values: ValueTracker) -> N
         return split.indices(source, listed, dim) if isinstance(listed, list) else split(source, listed, dim)
 
     FakeTensor.numpy = numpy  # type: ignore[method-assign,assignment]
+    FakeTensor.__format__ = format_number  # type: ignore[method-assign,assignment]
     library.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradCUDA")
 
 

@@ -587,6 +587,9 @@ def _describe_elementwise(
                 "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::uniform_", "aten::normal_",
                 "aten::bernoulli_", "aten::arange"):  # fmt: skip
         reads = 0
+    elif name == "aten::logsumexp":
+        # The maximum, the difference, its exponential and the sum of that are kernels of their own.
+        reads, writes = 4 * reads, 2 * reads + writes
     elif "copy_" in base and changed:
         # Overwritten tensors are not read.
         reads -= sum(map(count_bytes, changed))
