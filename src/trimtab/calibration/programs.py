@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trimtab.calibration.layers import list_layer_programs, list_plain_programs
 from trimtab.calibration.program import CalibrationProgram, use_precision
+from trimtab.calibration.uncommon import list_uncommon_programs
 
 GIB = 2**30
 THRESHOLD = 0.5
@@ -463,7 +464,7 @@ def list_programs() -> list[CalibrationProgram]:
         *_list_attention(),
         *_list_masked_attention(),
     ]
-    programs += [*list_layer_programs("bf16"), *list_plain_programs()]
+    programs += [*list_layer_programs("bf16"), *list_plain_programs(), *list_uncommon_programs()]
     for kind in ("bf16", "bf16-true", "fp16", "tf32", "fp32"):
         programs += [
             _language(kind, 256, 4, 16, 256, 1024),

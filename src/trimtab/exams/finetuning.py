@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trimtab.jobs.job import Job
 from trimtab.jobs.lora import LoRALayer, is_linear
@@ -67,11 +68,11 @@ class _Part(nn.Module):
 
     def __init__(self, job: FineTuning) -> None:
         super().__init__()
-        self.kept_inputs, self.wide_stream = job.kept_inputs, job.wide_stream
+        self.kept_inputs, self.narrows = job.kept_inputs, job.wide_stream and not job.wide_products
 
     def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return what a linear layer returns."""
-        given = x.bfloat16() if self.wide_stream else x
+        given = x.bfloat16() if self.narrows else x
         if self.kept_inputs and given.requires_grad:
             given = _KeepInput.apply(given, self.kept_inputs)
         return layer(given).to(x.dtype)
@@ -113,6 +114,12 @@ def attend_eagerly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attend with the only fused kernel of torch 2.5 that takes masks; it computes both halves of scores."""
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return functional.scaled_dot_product_attention(q, k, v, mask.to(q.dtype))
+
+
 class RotaryAttention(_Part):
     """Attention with one projection for queries, keys and values, and keys repeated for groups of queries."""
 
@@ -132,7 +139,9 @@ class RotaryAttention(_Part):
             )
         self.proj = nn.Linear(width, job.width, bias=job.biased)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         samples, length, _ = x.shape
         wide, narrow = self.heads * self.size, self.groups * self.size
         if hasattr(self, "qkv"):
@@ -147,6 +156,8 @@ class RotaryAttention(_Part):
             v = v.repeat_interleave(self.heads // self.groups, 1)
         if self.cap:
             y = self._attend_capped(q, k, v)
+        elif mask is not None:
+            y = attend_masked(q, k, v, mask)
         elif self.compiled_blocks:
             y = attend_eagerly(q, k, v)
         else:
@@ -198,9 +209,11 @@ class TunedBlock(nn.Module):
         self.mlp = FeedForward(job)
         self.parallel = job.parallel
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         normed = self.norm(x)
-        attended = self.attention(normed, cos, sin)
+        attended = self.attention(normed, cos, sin, mask)
         if self.after:
             attended = self.after[0](attended)
         if self.parallel:
@@ -227,6 +240,7 @@ class TunedDecoder(nn.Module):
         self.head = nn.Linear(job.width, job.vocabulary, bias=job.head_biased)
         if job.tied:
             self.head.weight = self.embedding.weight
+        self.masked = job.masked and not job.cap
         self.chunk = job.seq // job.chunks if job.chunks else job.chunk
         self.upcast, self.shifted = job.upcast, job.shifted
         self.final_cap, self.fused_loss = job.final_cap, job.fused_loss
@@ -250,8 +264,14 @@ class TunedDecoder(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         cos, sin = self.cos.float(), self.sin.float()
+        mask = None
+        if self.masked:
+            samples, length = tokens.shape
+            mask = torch.full((samples, 1, length, length), -1e9, dtype=torch.bfloat16, device=x.device).triu(
+                1
+            )
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask)
         x = self.norm(x)
         if self.logits_stay:
             with torch.autograd.graph.saved_tensors_hooks(_keep_saved, _keep_saved):
@@ -304,6 +324,8 @@ class FineTuning(Job):
     parallel = False
     shared_norm = False
     post_norms = False
+    masked = False
+    """Whether attention gets a mask instead of being called causal."""
     cap = 0.0
     """Cap of attention scores, which fused kernels do not have."""
     final_cap = 0.0
@@ -339,6 +361,9 @@ class FineTuning(Job):
     """Whether adapters are in float32, as peft makes them."""
     wide_stream = False
     """Whether embedding, norms and head are in float32; other layers convert their inputs and outputs."""
+    wide_products = False
+    """Whether 4-bit layers multiply in float32 if their input is, as bitsandbytes did before 0.46 even if
+    `bnb_4bit_compute_dtype` was another one."""
     kept_inputs = 0
     """Steps for which inputs of linear layers are kept, as 4-bit layers of bitsandbytes did before 0.43.2."""
     rate = 1e-4

@@ -26,6 +26,7 @@ from trimtab.spec.trace import (
     PERMUTED,
     PROMOTED,
     SLICED,
+    THREAD_UPSAMPLING_BACKWARD,
     UPSAMPLING,
 )
 
@@ -44,10 +45,9 @@ PERSISTENT_WIDTH, PERSISTENT_BATCH = 1024, 128
 SPLITS = (1, 2, 4, 8, 16)
 LIMIT, THREADS = 2, 3
 """Places in the dims of a work: what an operation waits for, and if that is something else, its threads."""
-BICUBIC_BACKWARD = "aten::upsample_bicubic2d_backward"
 THREADS_AT_ONCE = {
     **dict.fromkeys(BATCH_NORMS, 2),
-    **dict.fromkeys((*UPSAMPLING, BICUBIC_BACKWARD), 512),
+    **dict.fromkeys((*UPSAMPLING, *THREAD_UPSAMPLING_BACKWARD), 512),
 }
 """How many keep a multiprocessor busy: thread blocks of norms over the batch, threads of upsampling."""
 GROUP_THREADS = 512
@@ -188,7 +188,7 @@ def roofline_s(work: Work, device: Rates) -> float:  # noqa: C901 - a rule for e
         return facts.launch_s * 3 + _layer_norm_backward_s(work, device)
     moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * facts.streamed)
     at_once = THREADS_AT_ONCE.get(work.op)
-    place = THREADS if work.op == BICUBIC_BACKWARD else LIMIT
+    place = THREADS if work.op in THREAD_UPSAMPLING_BACKWARD else LIMIT
     if at_once and len(work.dims) > place and work.dims[place]:
         moving *= max(1.0, at_once * device.multiprocessors / work.dims[place])
     if work.kind == "pointwise":

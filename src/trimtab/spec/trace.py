@@ -64,7 +64,9 @@ LAYER_NORM_BACKWARD = "aten::native_layer_norm_backward"
 INDEX_ADD = "aten::index_add"
 CHANNELS_LAST = 1
 """Layout of a convolution, in its dims."""
-UPSAMPLING = {f"aten::upsample_{form}2d" for form in ("bilinear", "bicubic")}
+UPSAMPLING = {f"aten::upsample_{form}" for form in ("bilinear2d", "bicubic2d", "linear1d")}
+THREAD_UPSAMPLING_BACKWARD = {f"aten::upsample_{form}_backward" for form in ("bicubic2d", "linear1d")}
+"""Gradients of upsampling in which a thread has all channels of a pixel, as in the forward pass."""
 PERMUTED, BROADCAST, PROMOTED, SLICED = 1, 2, 4, 8
 """Bits for what keeps an operation from reading and writing memory sequentially."""
 

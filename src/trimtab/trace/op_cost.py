@@ -33,6 +33,7 @@ from trimtab.spec.trace import (
     SLICED,
     STATISTICS,
     TENSOR_PARALLEL_OPS,
+    THREAD_UPSAMPLING_BACKWARD,
     UPSAMPLING,
     ZERO_GRADIENTS,
 )
@@ -108,6 +109,10 @@ GRADIENT_SCATTERS = {"aten::scatter", "aten::scatter_add", INDEX_ADD}
 While a dispatch mode watches, as in a trace, the same formulas take the form that copies the zeros first."""
 TRIANGULAR_SOLVE = "aten::linalg_solve_triangular"
 ADDING_OPS = {INDEX_ADD, "aten::scatter_add", "aten::scatter_reduce", "aten::index_put"}
+AVERAGE_POOLS = {
+    f"aten::avg_pool{dims}d{end}": place for dims in (2, 3) for end, place in (("", 1), ("_backward", 2))
+}
+"""Averages of windows, with the place of the windows' sizes among the arguments."""
 CHANNEL_SOFTMAX = {"aten::_softmax", "aten::_log_softmax"}
 GATHER_WORDS = ("embedding", "index", "gather", "scatter", "take", "masked_select", "masked_scatter")
 ATTENTION_WORDS = ("attention",)
@@ -603,7 +608,7 @@ def _describe_elementwise(
         dims=(
             _find_obstacles(inputs, lead) | _find_strided_reads(name, inputs),
             largest.shape[-1] if largest is not None and largest.dim() else 1,
-            *_find_limit(name, inputs, results, changed),
+            *_find_limit(name, args, inputs, results, changed),
         ),
         additions=_count_additions(name, inputs, changed or results),
     )
@@ -617,14 +622,18 @@ def _is_over_channels(name: str, args: tuple[Any, ...]) -> bool:
     return bool(dim % args[0].dim() != args[0].dim() - 1)
 
 
-def _find_limit(
-    name: str, inputs: list[torch.Tensor], results: list[torch.Tensor], changed: list[torch.Tensor]
+def _find_limit(  # noqa: PLR0911 - a rule for each kind of operation
+    name: str,
+    args: tuple[Any, ...],
+    inputs: list[torch.Tensor],
+    results: list[torch.Tensor],
+    changed: list[torch.Tensor],
 ) -> tuple[int, ...]:
     """Return what some operations wait for, more than for memory; nothing for others.
 
     A norm over the batch has one thread block a channel, one over groups of channels one for each group of a
     sample, and upsampling one thread a pixel of the result, unless channels are last (0). Where numbers are
-    added into others, it matters how many go to one place.
+    added into others, it matters how many go to one place; in an average of windows, how large they are.
     """
     if name in BATCH_NORMS:
         lead = inputs[0]
@@ -637,8 +646,10 @@ def _find_limit(
         return (0 if is_last else prod(results[0].shape[2:]),)
     if name in UPSAMPLING_BACKWARD:
         gathered = max(1, inputs[0].numel() // max(1, results[0].numel()))
-        # Here too one thread of the bicubic form has all channels of a pixel.
-        return (gathered, prod(inputs[0].shape[2:])) if "bicubic" in name else (gathered,)
+        threads = prod(inputs[0].shape[2:])
+        return (gathered, threads) if name in THREAD_UPSAMPLING_BACKWARD else (gathered,)
+    if name in AVERAGE_POOLS:
+        return (prod(args[AVERAGE_POOLS[name]]),)
     if name.rstrip("_") in ADDING_OPS:
         into = changed[0] if changed else results[0]
         return (max(1, _count_added(inputs, into) // max(1, into.numel())),)
