@@ -56,6 +56,8 @@ NORM_COLUMNS, MANY_NORM_ROWS = 32, 65_536
 """Columns that share a thread block in the gradient of a layer norm's weight; with more rows than this, rows
 are divided between blocks too, if columns alone leave more than half of the multiprocessors without work
 (torch 2.11, layer_norm_kernel.cu)."""
+FULL_LOAD = 8
+"""Channels of a convolution that are multiples of this fill the loads of tensor cores."""
 MIN_GROUP_CHANNELS = 8
 """Fewer channels a group than this leave tensor cores without work."""
 MIN_SPLIT = 256
@@ -396,8 +398,9 @@ def work_coordinates(work: Work) -> tuple[float, ...]:
         return (_log(batch * heads) / 2, *tokens, 2 * _log(size), *variant)
     if work.kind == "convolution":
         groups, spots, columns, inner, layout, area = dims
-        biased = 2.0 * bool(work.write_bytes)
-        return (_log(groups), _log(spots) / 2, _log(columns), _log(inner), 3.0 * layout, _log(area), biased)
+        odd = 3.0 * bool(columns % FULL_LOAD), 3.0 * bool(inner // max(1, area) % FULL_LOAD)
+        traits = 2.0 * bool(work.write_bytes), *odd
+        return (_log(groups), _log(spots) / 2, _log(columns), _log(inner), 3.0 * layout, _log(area), *traits)
     if work.kind == "recurrent":
         return tuple(map(_log, dims))
     if work.kind == "optimizer":
