@@ -11,8 +11,20 @@ import torch
 import trimtab
 from trimtab.catalog.clusters import parse_cluster
 from trimtab.errors import CannotFollow, JobFailed, WrongUse
-from trimtab.planner.ways import list_changed
-from trimtab.spec import Band, BaseFormat, Estimate, Footprint, Mesh, Policy, Precision, Setting, Strategy
+from trimtab.planner.ways import list_changed, may_use_head
+from trimtab.spec import (
+    PARTS,
+    Band,
+    BaseFormat,
+    Estimate,
+    Footprint,
+    Mesh,
+    Policy,
+    Precision,
+    Setting,
+    Strategy,
+    Trace,
+)
 from trimtab.trace import cpu_check, worker
 from trimtab.trace.request import TraceRequest
 from trimtab.trace.server import decode_answer, encode_error
@@ -165,3 +177,37 @@ def test_ways_to_fit_that_a_strategy_refuses_are_not_traced() -> None:
     }
     assert "weights and optimizer on the CPU" in moved[Strategy.FSDP] - moved[Strategy.BRANCH]
     assert "loss in pieces" in moved[Strategy.BRANCH]
+
+
+@pytest.mark.parametrize(
+    ("module", "part", "tried"),
+    [
+        ("model.lm_head", "activations", True),
+        ("lm_head.weight", "gradients", True),
+        ("model.layers.0.mlp", "activations", False),
+        ("lm_header", "activations", False),
+        # Without names of modules, the trace does not show what the job calls.
+        ("", "activations", True),
+        ("layers.0.weight", "gradients", True),
+    ],
+)
+def test_a_loss_in_pieces_is_tried_only_if_the_model_computes_logits(
+    module: str, part: str, *, tried: bool
+) -> None:
+    trace = Trace(
+        order=(0,), sizes=(512,), streams=(0,), parts=(PARTS.index(part),), modules=(0,), ops=(0,),
+        module_names=(module,), op_names=("aten::mm",), marks={"step0": 0},
+    )  # fmt: skip
+    assert may_use_head(trace) is tried
+    other = trace.replace(module_names=("model.layers.0.mlp",), parts=(PARTS.index("activations"),))
+    assert may_use_head(other.replace(beside=(trace,))) is tried
+    setting = Setting(micro_batch=8, global_batch=8)
+    estimate = Estimate(
+        allocated_bytes=GIB,
+        reserved_bytes=GIB,
+        process_bytes=GIB,
+        parts=Footprint(activations=GIB),
+        band=Band(low_bytes=GIB, high_bytes=GIB),
+    )
+    names = {way.name for way, _ in list_changed(setting, estimate, GIB, Policy(), trace)}
+    assert ("loss in pieces" in names) is tried
