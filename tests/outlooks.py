@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trimtab.planner.estimator_interface import Layout
-    from trimtab.spec import Device, Setting
+    from trimtab.spec import Device, Setting, Trace
 
 KEPT = {way: 1.0 - 0.8 * way.way.share for way in Recompute} | {Recompute.SELECTIVE: 0.6}
 AGAIN = {way: 1.0 + 0.33 * way.way.share for way in Recompute} | {Recompute.SELECTIVE: 1.1}
@@ -161,6 +161,9 @@ class Law:
 
     def has_traces(self, setting: Setting, layout: Layout) -> bool:
         return self.family(setting, layout) in self.traced
+
+    def get_trace(self, setting: Setting, layout: Layout) -> Trace | None:  # noqa: ARG002 - as the interface
+        return None
 
     def with_changes(self, **changes: Any) -> Law:
         return replace(self, **changes, traced=set())

@@ -11,11 +11,24 @@ import torch
 import trimtab
 from trimtab.catalog.clusters import parse_cluster
 from trimtab.errors import CannotFollow, JobFailed, WrongUse
-from trimtab.planner.ways import list_changed
-from trimtab.spec import Band, BaseFormat, Estimate, Footprint, Mesh, Policy, Precision, Setting, Strategy
+from trimtab.planner.ways import list_changed, may_use_head
+from trimtab.spec import (
+    PARTS,
+    Band,
+    BaseFormat,
+    Estimate,
+    Footprint,
+    Mesh,
+    Policy,
+    Precision,
+    Setting,
+    Strategy,
+    Trace,
+)
+from trimtab.strategies.base import ALIKE
 from trimtab.trace import cpu_check, worker
-from trimtab.trace.request import TraceRequest
-from trimtab.trace.server import decode_answer, encode_error
+from trimtab.trace.request import TraceRequest, TraceRequests
+from trimtab.trace.server import WorkerProcess, decode_answer, encode_error
 from trimtab.units import GIB
 
 JOB = """
@@ -165,3 +178,94 @@ def test_ways_to_fit_that_a_strategy_refuses_are_not_traced() -> None:
     }
     assert "weights and optimizer on the CPU" in moved[Strategy.FSDP] - moved[Strategy.BRANCH]
     assert "loss in pieces" in moved[Strategy.BRANCH]
+
+
+@pytest.mark.parametrize(
+    ("module", "part", "tried"),
+    [
+        ("model.lm_head", "activations", True),
+        ("lm_head.weight", "gradients", True),
+        ("model.layers.0.mlp", "activations", False),
+        ("lm_header", "activations", False),
+        # Without names of modules, the trace does not show what the job calls.
+        ("", "activations", True),
+        ("layers.0.weight", "gradients", True),
+    ],
+)
+def test_a_loss_in_pieces_is_tried_only_if_the_model_computes_logits(
+    module: str, part: str, *, tried: bool
+) -> None:
+    trace = Trace(
+        order=(0,), sizes=(512,), streams=(0,), parts=(PARTS.index(part),), modules=(0,), ops=(0,),
+        module_names=(module,), op_names=("aten::mm",), marks={"step0": 0},
+    )  # fmt: skip
+    assert may_use_head(trace) is tried
+    other = trace.replace(module_names=("model.layers.0.mlp",), parts=(PARTS.index("activations"),))
+    assert may_use_head(other.replace(beside=(trace,))) is tried
+    setting = Setting(micro_batch=8, global_batch=8)
+    estimate = Estimate(
+        allocated_bytes=GIB,
+        reserved_bytes=GIB,
+        process_bytes=GIB,
+        parts=Footprint(activations=GIB),
+        band=Band(low_bytes=GIB, high_bytes=GIB),
+    )
+    names = {way.name for way, _ in list_changed(setting, estimate, GIB, Policy(), trace)}
+    assert ("loss in pieces" in names) is tried
+
+
+def test_settings_that_differ_in_the_micro_batch_share_a_model() -> None:
+    setting = Setting(micro_batch=2, global_batch=2, precision=Precision.BF16)
+    larger = setting.replace(micro_batch=8, global_batch=8)
+    sharded = larger.replace(strategy=Strategy.FSDP, mesh=Mesh(dp_shard=2), global_batch=16)
+    compiled = [setting.replace(compile=True), larger.replace(compile=True)]
+    device = parse_cluster("H100").devices[0]
+    parts = [
+        worker._RankRequest(number, TraceRequest(job="slm:tiny", setting=each, device=device), rank)  # noqa: SLF001
+        for number, (each, rank) in enumerate(
+            [
+                *((each, ALIKE) for each in (setting, sharded, larger, *compiled)),
+                (larger, ALIKE._replace(branch="wide")),
+            ]
+        )
+    ]
+    assert worker._group_alike(parts) == [[0, 2], [1], [3], [4], [5]]  # noqa: SLF001 - no trace of a job
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_an_error_of_the_model_is_that_of_every_micro_batch(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(JOB.replace("nn.Linear(8, 8)", "nn.Linear(8, self.width)"), encoding="utf-8")
+    setting = Setting(micro_batch=2, global_batch=2)
+    requests = TraceRequests(
+        job=f"{file}:Picky",
+        settings=(setting, setting.replace(micro_batch=4, global_batch=4)),
+        device=parse_cluster("H100").devices[0],
+    )
+    with WorkerProcess() as process:
+        answers = process.ask_all(requests, timeout_s=300)
+    assert len(answers) == 2
+    for answer in answers:
+        assert isinstance(answer, JobFailed)
+        assert "no attribute 'width'" in answer.found
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_micro_batches_that_share_a_model_have_the_traces_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "picky.py"
+    file.write_text(JOB, encoding="utf-8")
+    setting = Setting(micro_batch=2, global_batch=2)
+    both = (setting, setting.replace(micro_batch=4, global_batch=4))
+    requests = TraceRequests(job=f"{file}:Picky", settings=both, device=parse_cluster("H100").devices[0])
+    with WorkerProcess() as process:
+        together = process.ask_all(requests, timeout_s=300)
+    with WorkerProcess() as process:
+        alone = [
+            *process.ask_all(requests.replace(settings=both[:1]), timeout_s=300),
+            *process.ask_all(requests.replace(settings=both[1:]), timeout_s=300),
+        ]
+    traces, expected = (
+        [answer["trace"] for answer in answers if isinstance(answer, dict)] for answers in (together, alone)
+    )
+    assert traces == expected
+    assert len(traces) == len(both)

@@ -206,6 +206,7 @@ def test_private_memory_is_counted_only_if_all_memory_is_above_the_limit(
     monkeypatch.setenv("TRIMTAB_HOST_GIB", "3")
     assert not exceeds_memory_limit(1, 2), "half of it is shared"
     assert counted == [1, 2]
+    assert exceeds_memory_limit(1, 2, held_bytes=GIB + 1), "what they share counts too"
     monkeypatch.setenv("TRIMTAB_HOST_GIB", "1.5")
     assert exceeds_memory_limit(1, 2)
 

@@ -273,7 +273,8 @@ def _list_ways(question: PlanQuestion, estimator: Estimator, best: Evaluation) -
 
 def _estimate_ways(policy: Policy, estimator: Estimator, best: Evaluation) -> Iterator[ChangedEstimate]:
     """Yield the plan's setting with each way to fit that saves memory."""
-    for way, setting in list_changed(best.setting, best.estimate, best.allowed_bytes, policy):
+    trace = estimator.get_trace(best.setting, best.layout)
+    for way, setting in list_changed(best.setting, best.estimate, best.allowed_bytes, policy, trace):
         change = f"{way.name} ({way.typed})"
         if way.is_slow_to_trace and not estimator.has_traces(setting, best.layout):
             yield ChangedEstimate(change, setting, None)

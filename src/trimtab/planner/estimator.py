@@ -212,6 +212,11 @@ class TraceEstimator:
             self.on_lines[key] = self.is_derivable(part, device, self.changes, sizes)
         return self.on_lines[key]
 
+    def get_trace(self, setting: Setting, layout: Layout) -> Trace | None:
+        """Return the trace of a setting if this question's traces give it; None otherwise."""
+        trace = self._derive_trace(setting, layout)
+        return None if isinstance(trace, TrimtabError) else trace
+
     def with_changes(self, **changes: int) -> TraceEstimator:
         """Return an estimator of the job with some options changed, with empty results."""
         return replace(

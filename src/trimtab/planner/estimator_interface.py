@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from trimtab.spec import Cluster, Device, Estimate, RankPlacement, Setting
+    from trimtab.spec import Cluster, Device, Estimate, RankPlacement, Setting, Trace
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,9 @@ class Estimator(Protocol):
 
     def has_traces(self, setting: Setting, layout: Layout) -> bool:
         """Whether an estimate needs no new trace; only such settings become runners-up."""
+
+    def get_trace(self, setting: Setting, layout: Layout) -> Trace | None:
+        """Return the trace of a setting if this question's traces give it; None otherwise."""
 
     def with_changes(self, **changes: int) -> Estimator:
         """Return an estimator of the job with some options changed, such as a shorter `seq`."""

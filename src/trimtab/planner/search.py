@@ -541,7 +541,8 @@ class _Search:
         best = self.result.best
         if self.notice is ignore_notice or best is None or best.setting == self.expected:
             return
-        changed = list_changed(best.setting, best.estimate, best.allowed_bytes, self.policy)
+        trace = self.estimator.get_trace(best.setting, best.layout)
+        changed = list_changed(best.setting, best.estimate, best.allowed_bytes, self.policy, trace)
         if self.estimator.prefetch(
             [(setting, best.layout) for way, setting in changed if not way.is_slow_to_trace]
         ):

@@ -15,14 +15,14 @@ from trimtab.engine.in_backward_rules import find_in_backward_refusal
 from trimtab.engine.offload_rules import find_refusal
 from trimtab.errors import WrongUse
 from trimtab.planner.pins import IN_BACKWARD, read_ways
-from trimtab.spec import Recompute
+from trimtab.spec import PARTS, Recompute
 from trimtab.strategies import strategy_of
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from trimtab.spec import Estimate, Footprint, Policy, Setting
+    from trimtab.spec import Estimate, Footprint, Policy, Setting, Trace
 
 LARGE = 0.1
 """Share of the memory from which a part is worth a row."""
@@ -45,6 +45,8 @@ class WayToFit:
     """Whether it works with torch.compile."""
     is_slow_to_trace: bool = False
     """Whether every block of a model has to be traced, which can take longer than the plan itself."""
+    can_change: Callable[[Trace], bool] = field(default=lambda _: True, hash=False)
+    """Whether it may change the step of a trace without it: otherwise its trace is the same."""
 
     def is_free(self, pins: Mapping[str, object]) -> bool:
         """Whether the user has not decided this already, and nothing that excludes it."""
@@ -54,6 +56,26 @@ class WayToFit:
     def typed(self) -> str:
         """The pins as users type them."""
         return " ".join(f"--pin {key}={value}" for key, value in self.pins.items())
+
+
+HEAD = "lm_head"
+"""Name of the layer that computes the logits in the models whose loss can be computed in pieces."""
+
+
+def may_use_head(trace: Trace) -> bool:
+    """Whether a step runs `lm_head`, as far as the trace shows. A loss in pieces changes nothing else.
+
+    Compiled code has no names of modules, so every such trace counts as one that runs it.
+    """
+    activations = PARTS.index("activations")
+    return any(
+        any(HEAD in name.split(".") for name in rank.module_names)
+        or not any(
+            part == activations and rank.module_names[module]
+            for part, module in zip(rank.parts, rank.modules, strict=True)
+        )
+        for rank in trace.ranks
+    )
 
 
 def _total(parts: Footprint) -> int:
@@ -66,6 +88,7 @@ WAYS = (
         pins={"loss": "chunked"},
         allow="",
         is_large=lambda parts: parts.activations > LARGE * _total(parts),
+        can_change=may_use_head,
     ),
     WayToFit(
         name="8-bit AdamW",
@@ -163,10 +186,15 @@ def list_relevant(setting: Setting, estimate: Estimate, allowed_bytes: int, poli
 
 
 def list_changed(
-    setting: Setting, estimate: Estimate, allowed_bytes: int, policy: Policy
+    setting: Setting, estimate: Estimate, allowed_bytes: int, policy: Policy, trace: Trace | None = None
 ) -> Iterator[tuple[WayToFit, Setting]]:
-    """Yield the plan's setting with each of the relevant ways that it can use."""
+    """Yield the plan's setting with each of the relevant ways that it can use.
+
+    With the trace of the setting, ways that cannot change it are left out.
+    """
     for way in list_relevant(setting, estimate, allowed_bytes, policy):
+        if trace is not None and not way.can_change(trace):
+            continue
         changed = change_setting(setting, way)
         refusals = (
             find_in_backward_refusal(changed),

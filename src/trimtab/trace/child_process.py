@@ -114,13 +114,14 @@ def memory_limit_bytes() -> int:
     return int(min(gib, 2**20) * GIB)
 
 
-def exceeds_memory_limit(*pids: int) -> bool:
+def exceeds_memory_limit(*pids: int, held_bytes: int = 0) -> bool:
     """Return whether processes together have more private memory than tracing may take.
 
+    `held_bytes` are added: memory that they share and that is not private to any of them.
     The system walks through all pages of a process to find its private ones, which takes long for a large
     process. So they are only counted if all pages that belong to no file are too many.
     """
-    limit = memory_limit_bytes()
+    limit = memory_limit_bytes() - held_bytes
     return sum(map(_anonymous_bytes, pids)) > limit and sum(map(resident_bytes, pids)) > limit
 
 

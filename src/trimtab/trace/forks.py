@@ -65,18 +65,20 @@ def max_forks() -> int:
     return max(1, min(MAX_FORKS, cores))
 
 
-def run_forked(
+def run_forked(  # noqa: PLR0913 - tasks, and their limits
     tasks: Sequence[Callable[[SendAnswer], None]],
     given: str,
     *,
     timeout_s: float,
     learn: Callable[[bytes], None] = lambda _: None,
     most: int = MAX_FORKS,
+    held_bytes: int = 0,
 ) -> Iterator[tuple[int, bytes]]:
     """Run every task in a fork of this process; yield index and answer of each as it finishes.
 
     An answer is JSON for `server.decode_answer`. `given` names the job in errors. `learn` is called with each
     answer while further forks have to be started. At most `most` run at a time, and no more than cores.
+    `held_bytes` of this process count as memory of the forks, which share them.
     """
     most = min(most, max_forks())
     waiting = list(enumerate(tasks))
@@ -87,7 +89,7 @@ def run_forked(
         while waiting and len(running) < most:
             number, task = waiting.pop(0)
             running.append(_start_fork(number, task, timeout_s))
-        _enforce_limits(running, given, timeout_s)
+        _enforce_limits(running, given, timeout_s, held_bytes)
         ended = [(fork, status) for fork in running if (status := _exit_code(fork)) is not None]
         for fork, status in ended:
             running.remove(fork)
@@ -164,12 +166,12 @@ def _exit_code(fork: Fork) -> int | None:
     return os.waitstatus_to_exitcode(status) if pid else None
 
 
-def _enforce_limits(running: list[Fork], given: str, timeout_s: float) -> None:
+def _enforce_limits(running: list[Fork], given: str, timeout_s: float, held_bytes: int) -> None:
     """Kill forks that exceed the time limit; if all forks exceed the memory limit, kill the largest."""
     late = [fork for fork in running if time.monotonic() > fork.ends_at]
     for fork in late:
         _kill_fork(fork, timeout_error(given, timeout_s))
-    if exceeds_memory_limit(*(fork.pid for fork in running)):
+    if exceeds_memory_limit(*(fork.pid for fork in running), held_bytes=held_bytes):
         _kill_fork(max(running, key=lambda fork: resident_bytes(fork.pid)), memory_limit_error(given))
 
 

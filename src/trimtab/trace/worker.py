@@ -13,6 +13,7 @@ import pickle
 import random
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from trimtab.spec import PARTS, BaseFormat, Offload, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.strategies.base import ALIKE, RankKind
-from trimtab.trace.child_process import end_with_parent
+from trimtab.trace.child_process import end_with_parent, resident_bytes
 from trimtab.trace.common_devices import forget_special_facts, is_for_one_device
 from trimtab.trace.cpu_check import CpuCheck, blame_error, check_on_cpu
 from trimtab.trace.extend_blocks import FEW_BLOCKS, extend_blocks
@@ -44,7 +45,7 @@ from trimtab.trace.server import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable, Iterator
 
     from trimtab.engine.pipeline_stage import StageSplit
     from trimtab.engine.update_phases import UpdatePhase
@@ -143,13 +144,19 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
     `how` says whether tracing a few of its equal blocks is enough; the way that was used is delivered too,
     and what the trace found out about results of operations. It may run `most_forks` forks at a time.
     """
+    with _open_model(job, request, rank) as built:
+        _trace_built(built, deliver, how=how, timeout_s=timeout_s, most_forks=most_forks)
+
+
+@contextlib.contextmanager
+def _open_model(job: Any, request: TraceRequest, rank: RankKind) -> Iterator[_BuiltModel]:
+    """Build the model of a setting on fake tensors; it is the same for every micro-batch of the setting."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from trimtab.trace.compiled import patch_torch_compile
     from trimtab.trace.kernels import Kernels
     from trimtab.trace.recorder import Recorder
-    from trimtab.trace.repeated_blocks import has_long_list
 
     if request.setting.gpus > 1:
         _join_fake_group(request.setting)
@@ -165,19 +172,34 @@ def trace_job(  # noqa: PLR0913 - a request, and how to trace it
         model = _build_model(job, request, recorder, rank.branch)
         _note_float8(model, request, recorder)
         _note_offload(request, recorder)
-        built = _BuiltModel(job, model, request, recorder, rank, _find_split(job, model, request, rank))
-        trace, is_right = None, False
-        # A job that compiles its model itself has compiled it with all of its blocks.
-        if how != WHOLE and _has_equal_blocks(request.setting) and not recorder.uses_compile:
-            trace, is_right = _trace_by_few_blocks(
-                built, check=how == CHECKED, timeout_s=timeout_s, most_forks=most_forks
-            )
-            if trace is None and request.setting.compile and has_long_list(model):
-                recorder.kernels.assume(COMPILED_WHOLE)
-        # Whether a few blocks show the others is a fact of the job; this setting may need all nevertheless.
-        came = how if is_right else WHOLE
-        trace = _trace_model(built) if trace is None else trace
-        deliver(trace, came, recorder.kernels.values.results.pack_results())
+        yield _BuiltModel(job, model, request, recorder, rank)
+
+
+def _trace_built(
+    built: _BuiltModel,
+    deliver: Callable[[Trace, str, bytes], None],
+    *,
+    how: str,
+    timeout_s: float,
+    most_forks: int,
+) -> None:
+    """Run the first steps with a model that was built, as `trace_job` says."""
+    from trimtab.trace.repeated_blocks import has_long_list
+
+    job, model, request, recorder, rank, _ = built
+    built = built._replace(split=_find_split(job, model, request, rank))
+    trace, is_right = None, False
+    # A job that compiles its model itself has compiled it with all of its blocks.
+    if how != WHOLE and _has_equal_blocks(request.setting) and not recorder.uses_compile:
+        trace, is_right = _trace_by_few_blocks(
+            built, check=how == CHECKED, timeout_s=timeout_s, most_forks=most_forks
+        )
+        if trace is None and request.setting.compile and has_long_list(model):
+            recorder.kernels.assume(COMPILED_WHOLE)
+    # Whether a few blocks show the others is a fact of the job; this setting may need all nevertheless.
+    came = how if is_right else WHOLE
+    trace = _trace_model(built) if trace is None else trace
+    deliver(trace, came, recorder.kernels.values.results.pack_results())
 
 
 def _has_equal_blocks(setting: Setting) -> bool:
@@ -1169,63 +1191,110 @@ def _trace_ranks(
 
 
 def _run_forks(job: Any, requests: TraceRequests, parts: list[tuple[_RankRequest, str]]) -> list[bytes]:
-    """Trace each part in a fork, in the given way; return the answers."""
+    """Trace each part in a fork, in the given way; return the answers.
+
+    Parts that differ only in the micro-batch are forks of one fork, which builds their model.
+    """
     from trimtab.trace.result_cache import share_results
 
     before = frozenset(sys.modules)
+    given = f"job {requests.job}"
+    groups = _group_alike([part for part, _ in parts])
 
-    def task(part: _RankRequest, how: str) -> Callable[[SendAnswer], None]:
+    def trace_part(built: _BuiltModel, place: int, say: SendAnswer) -> None:
+        part, how = parts[place]
+        setting = part.request.setting
+
+        def deliver(trace: Trace, came: str, results: bytes) -> None:
+            answer = {
+                "trace": trace,
+                "imported": imported_since(before),
+                "how": came,
+                "results": results,
+                "split": _pack_split(setting),
+                "repeats": _step_key(setting, part.rank) in REPEATING,
+                "is_for_one_device": setting.compile or is_for_one_device(),
+            }
+            say(msgspec.json.encode(answer))
+
+        # A fork beside others runs its own forks one after the other: the second knows what the first
+        # found out. Compiling takes too long to wait.
+        _trace_built(
+            built._replace(request=part.request),
+            deliver,
+            how=how,
+            timeout_s=requests.timeout_s,
+            most_forks=MAX_FORKS if setting.compile or len(parts) == 1 else 1,
+        )
+
+    def task(places: list[int]) -> Callable[[SendAnswer], None]:
         def work(say: SendAnswer) -> None:
-            def deliver(trace: Trace, came: str, results: bytes) -> None:
-                answer = {
-                    "trace": trace,
-                    "imported": imported_since(before),
-                    "how": came,
-                    "results": results,
-                    "split": _pack_split(part.request.setting),
-                    "repeats": _step_key(part.request.setting, part.rank) in REPEATING,
-                    "is_for_one_device": part.request.setting.compile or is_for_one_device(),
-                }
-                say(msgspec.json.encode(answer))
-
-            # A fork beside others runs its own forks one after the other: the second knows what the first
-            # found out. Compiling takes too long to wait.
-            compiles = part.request.setting.compile
-            trace_job(
-                job,
-                part.request,
-                deliver,
-                rank=part.rank,
-                how=how,
-                timeout_s=requests.timeout_s,
-                most_forks=MAX_FORKS if compiles or len(parts) == 1 else 1,
-            )
+            first, _ = parts[places[0]]
+            with _open_model(job, first.request, first.rank) as built:
+                if len(places) == 1:
+                    trace_part(built, places[0], say)
+                cached = built.recorder.kernels.values.results
+                most = MAX_FORKS if len(groups) == 1 else 1
+                answers = {}
+                for number, answer in run_forked(
+                    [partial(trace_part, built, place) for place in places],
+                    given,
+                    timeout_s=requests.timeout_s,
+                    most=most,
+                    held_bytes=resident_bytes(os.getpid()),
+                ):
+                    answers[number] = answer
+                    if most == 1 and len(answers) < len(places):
+                        results = _learn_from(answer, parts[places[number]][0])
+                        share_results(results)
+                        cached.add_results(results)
+                say(b"\n".join(answers[number] for number in range(len(places))))
 
         return work
 
-    def learn(answer: bytes) -> None:
-        import_modules(msgspec.json.decode(answer, type=_AnswerHeader).imported)
-
-    tasks = [task(*part) for part in parts]
-    given = f"job {requests.job}"
     answers = {}
-    for place, answer in run_forked(tasks, given, timeout_s=requests.timeout_s, learn=learn):
-        answers[place] = answer
-        header = msgspec.json.decode(answer, type=_AnswerHeader)
-        share_results(header.results)
-        (_, request, rank), _ = parts[place]
-        setting = request.setting
-        if (
-            header.trace is not None
-            and setting.recompute is Recompute.NONE
-            and not header.trace.lost_compiled
-        ):
-            FUSED_AS_COMPILED.add(_step_key(setting, rank))
-        if header.repeats:
-            REPEATING.add(_step_key(setting, rank))
-        if header.split:
-            SPLITS[_drop_micro_batch(setting)] = pickle.loads(header.split)  # noqa: S301 - a fork wrote it
+    for number, lines in run_forked(
+        [task(places) for places in groups],
+        given,
+        timeout_s=requests.timeout_s * max(map(len, groups)),
+        learn=_import_same,
+    ):
+        places, several = groups[number], lines.splitlines()
+        # An error of the model concerns all parts that would have used it.
+        several = several if len(several) == len(places) else several[:1] * len(places)
+        for place, answer in zip(places, several, strict=True):
+            answers[place] = answer
+            share_results(_learn_from(answer, parts[place][0]))
     return [answers[place] for place in range(len(parts))]
+
+
+def _group_alike(parts: list[_RankRequest]) -> list[list[int]]:
+    """Return the places of parts whose model is the same; compiled parts have a fork each."""
+    groups: dict[Hashable, list[int]] = {}
+    for place, part in enumerate(parts):
+        setting = part.request.setting
+        key = place if setting.compile else (_drop_micro_batch(setting), part.rank)
+        groups.setdefault(key, []).append(place)
+    return list(groups.values())
+
+
+def _import_same(lines: bytes) -> None:
+    """Import what forks had to import, for the next forks."""
+    for line in lines.splitlines():
+        import_modules(msgspec.json.decode(line, type=_AnswerHeader).imported)
+
+
+def _learn_from(answer: bytes, part: _RankRequest) -> bytes:
+    """Keep what a fork found out, for the next forks; return the results of operations."""
+    header = msgspec.json.decode(answer, type=_AnswerHeader)
+    setting, rank = part.request.setting, part.rank
+    if header.trace is not None and setting.recompute is Recompute.NONE and not header.trace.lost_compiled:
+        FUSED_AS_COMPILED.add(_step_key(setting, rank))
+    if header.repeats:
+        REPEATING.add(_step_key(setting, rank))
+    if header.split:
+        SPLITS[_drop_micro_batch(setting)] = pickle.loads(header.split)  # noqa: S301 - a fork wrote it
+    return header.results
 
 
 def _rank_kinds(job: Any, request: TraceRequest) -> list[RankKind]:
