@@ -244,6 +244,19 @@ def matmul_share(model: str | None) -> float | None:
     return row.matmul_tflops / peak if row and row.matmul_tflops and peak else None
 
 
+@cache
+def matmul_fp32_share(model: str | None) -> float | None:
+    """Return the share of the fp32 peak that the best fp32 products reach; None if nobody measured it.
+
+    An A100 reaches nearly all of it, an H200 three quarters, an L40S half.
+
+    >>> round(matmul_fp32_share("A100 80GB SXM4"), 2), round(matmul_fp32_share("H200 SXM 141GB"), 2)
+    (0.98, 0.77)
+    """
+    row = next((row for row in devices() if row.name == model), None)
+    return row.matmul_fp32_tflops / row.fp32 if row and row.matmul_fp32_tflops and row.fp32 else None
+
+
 def row_peaks(row: DeviceRow) -> Peaks:
     """Return the row's peaks in operations per second."""
     rates = {key: getattr(row, key) for key in Peaks.__struct_fields__}

@@ -48,6 +48,7 @@ class DeviceRow(Row, frozen=True, kw_only=True):
     bf16: float | None = None
     fp8: float | None = None
     matmul_tflops: float | None = None
+    matmul_fp32_tflops: float | None = None
     link: str
     link_gbs: float
     nvlinks: int | None = None

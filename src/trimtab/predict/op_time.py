@@ -13,7 +13,7 @@ from functools import lru_cache
 from heapq import nsmallest
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.catalog.devices import instruction_rate, matmul_share
+from trimtab.catalog.devices import instruction_rate, matmul_fp32_share, matmul_share
 from trimtab.catalog.facts import facts_of
 from trimtab.spec.precision import BFLOAT16, DTYPE_BYTES, FLOAT8, FLOAT16
 from trimtab.spec.trace import (
@@ -137,6 +137,8 @@ class Rates(NamedTuple):
     """Share of the peak that kernels with an A100's instructions reach."""
     split: float | None = None
     """Products of fp32 made of three in tf32; None: as fast as plain fp32."""
+    products32: float | None = None
+    """Plain fp32 products; None: the peak of other fp32 operations."""
 
     def peak(self, dtype: str) -> float:
         """Return the peak of a dtype, by torch's name; unlisted dtypes run like fp32."""
@@ -145,7 +147,7 @@ class Rates(NamedTuple):
         peaks["int8"] = 2 * self.float16
         if dtype in FLOAT8:
             return self.float8 or self.float32
-        return peaks.get(dtype, self.float32)
+        return peaks.get(dtype, self.products32 or self.float32)
 
 
 def device_rates(device: Device) -> Rates | None:
@@ -154,9 +156,11 @@ def device_rates(device: Device) -> Rates | None:
     if device.bandwidth_bytes_per_s is None or plain is None:
         return None
     facts = facts_of(device)
-    own, calibrated = matmul_share(device.model), matmul_share(facts.device)
     # The law and its corrections are those of the calibrated device: others reach more or less of their peak.
-    relative = own / calibrated if own and calibrated else 1.0
+    relative, plainly = (
+        own / calibrated if (own := share(device.model)) and (calibrated := share(facts.device)) else 1.0
+        for share in (matmul_share, matmul_fp32_share)
+    )
     peaks = device.peaks
     return Rates(
         float32=plain,
@@ -171,6 +175,7 @@ def device_rates(device: Device) -> Rates | None:
         instructions=instruction_rate(device),
         ampere=ampere_share(device),
         split=peaks.tf32 * relative / 3 if peaks.tf32 else None,
+        products32=plain * plainly,
     )
 
 
@@ -399,8 +404,9 @@ def work_coordinates(work: Work) -> tuple[float, ...]:
     if work.kind == "convolution":
         groups, spots, columns, inner, layout, area = dims
         odd = 3.0 * bool(columns % FULL_LOAD), 3.0 * bool(inner // max(1, area) % FULL_LOAD)
-        traits = 2.0 * bool(work.write_bytes), *odd
-        return (_log(groups), _log(spots) / 2, _log(columns), _log(inner), 3.0 * layout, _log(area), *traits)
+        biased = 2.0 * bool(work.write_bytes)
+        sizes = _log(groups), _log(spots) / 2, _log(columns), _log(inner), 3.0 * layout, _log(area)
+        return (*sizes, biased, *odd)
     if work.kind == "recurrent":
         return tuple(map(_log, dims))
     if work.kind == "optimizer":
