@@ -17,11 +17,12 @@ from trimtab.probe.detect import as_cluster
 from trimtab.scripts.command import parse_command
 from trimtab.scripts.deepspeed_patches import patch_calls
 from trimtab.scripts.estimate import estimate_script
-from trimtab.scripts.follow import has_timed_out, read_waited_s
+from trimtab.scripts.follow import _wait
 from trimtab.scripts.observer import describe_optimizer
 from trimtab.scripts.sandbox_record import SandboxRecord
 from trimtab.scripts.torch_patches import is_read_by_loop
 from trimtab.scripts.worker import describe_failure, list_writes
+from trimtab.trace.child_process import has_timed_out, read_waited_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -295,6 +296,17 @@ def test_the_time_in_which_a_script_waits_for_a_cpu_does_not_count() -> None:
     assert has_timed_out(4_000, 3_900, 900)
     assert read_waited_s(os.getpid()) >= 0
     assert read_waited_s(2**30) == 0
+
+
+@pytest.mark.parametrize(("printed", "end"), [("", "; it printed nothing"), ("a\nb\n", "; its last line: b")])
+def test_a_script_that_takes_too_long_is_quoted(printed: str, end: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(printed, encoding="utf-8")
+    command = parse_command([sys.executable, str(SCRIPTS / "accumulate.py")], environment=os.environ)
+    running: Any = SimpleNamespace(poll=lambda: None, pid=2**30)
+    with pytest.raises(JobFailed) as caught:
+        _wait(running, command, log, timeout_s=0, say=None)
+    assert caught.value.found.endswith(end)
 
 
 def test_files_that_are_not_written_are_grouped_by_folder() -> None:

@@ -136,7 +136,7 @@ def test_a_speed_says_which_steps_it_is_of() -> None:
 
 def test_the_text_has_a_line_for_each_fact_and_fits_a_terminal() -> None:
     text = run_summary.format_summary(a_summary())
-    for fact in ("4 x NVIDIA H100 on 2 nodes; 4 of 8 used, 4 left free", "160 in 5 epochs", "(50 s, 0.01 h)"):
+    for fact in ("4 x NVIDIA H100 on 2 nodes; 4 of 8 used, 4 left free", "160 in 5 epochs", "50s, of it "):
         assert fact in text
     assert "seconds a step: 0.4, really 0.5 (-20.0%)" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from trimtab.catalog.clusters import parse_cluster
-from trimtab.errors import UnknownName
+from trimtab.errors import JobFailed, UnknownName
 from trimtab.spec import Setting
+from trimtab.trace import server
+from trimtab.trace.job_summary import NamedJob
 from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess, timeout_error
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 LONG_S = 300.0
 
@@ -111,3 +115,16 @@ def test_what_was_prefetched_is_not_traced_again(tmp_path: Path, monkeypatch: py
         # The last mark may come after the answer.
         assert 3 <= len(marks) + 1 <= 4
         assert worker.ask_all(asked(2, 3, 4), timeout_s=60) == [{"micro": 2}, {"micro": 3}, {"micro": 4}]
+
+
+def test_the_time_in_which_a_child_waits_for_a_cpu_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "read_waited_s", lambda _: 9.0)
+    asked_for = NamedJob(job="job.py:Job")
+    program = [sys.executable, "-S", "-c", "import time; time.sleep(2)"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        begin = time.monotonic()
+        with pytest.raises(JobFailed, match=r"importing its file.* took more than 0 s"):
+            server._exchange(process, asked_for, {"timeout_s": 0.2, "only_reads": True})  # noqa: SLF001 - no job
+        taken_s = time.monotonic() - begin
+        process.kill()
+    assert taken_s > 0.8, "it may wait for three times its limit"

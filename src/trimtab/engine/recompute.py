@@ -31,10 +31,13 @@ def enable_recompute(model: nn.Module, how: Recompute) -> list[str]:
         # The compiler itself recomputes within a budget (`engine/compile.py`).
         return []
     own = getattr(model, "gradient_checkpointing_enable", None)
+    lists = find_repeated_blocks(model)
     if way == Recompute.FULL.way and own is not None:
         own(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return ["the model's own switch"]
-    lists = find_repeated_blocks(model)
+        return [
+            "the model's own switch",
+            *(f"{name} ({len(list(blocks.children()))} blocks)" for name, blocks in lists),
+        ]
     if not lists:
         raise WrongUse(
             f"--recompute {how}",

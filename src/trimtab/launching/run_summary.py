@@ -163,11 +163,8 @@ def _format_devices(summary: Summary) -> str:
 
 
 def _format_runtime(summary: Summary) -> str:
-    total = (
-        f"{format_duration(summary.runtime_s)} ({summary.runtime_s:.0f} s, {summary.runtime_s / 3600:.2f} h)"
-    )
     several = f", in {summary.attempts} attempts" if summary.attempts > 1 else ""
-    return f"{total}, of it {format_duration(summary.steps_s)} in steps{several}"
+    return f"{format_duration(summary.runtime_s)}, of it {format_duration(summary.steps_s)} in steps{several}"
 
 
 def _format_memory(summary: Summary) -> str:

@@ -160,8 +160,8 @@ class TraceEstimator:
     """Whether traces with some blocks recomputed are derived from those with none and with all."""
     matched: dict[str, RecomputeMix | TrimtabError] = field(default_factory=dict)
     """Traces with none and with all blocks recomputed, by the key of the first."""
-    block_counts: dict[str, int] = field(default_factory=dict)
-    """Number of blocks that full recomputation repeats, by everything but the micro-batch."""
+    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Numbers of the blocks that full recomputation repeats, by everything but the micro-batch."""
     needs: dict[str, dict[int, int]] = field(default_factory=dict)
     """Bytes of estimated settings by micro-batch, by family."""
     names: dict[Layout, str] = field(default_factory=dict)
@@ -234,7 +234,7 @@ class TraceEstimator:
             family_times={},
             judged={},
             matched={},
-            block_counts={},
+            blocks={},
             needs={},
             unknown={},
             recomputed_shares={},
@@ -469,13 +469,13 @@ class TraceEstimator:
         device = self._strip(layout)
         first, *_ = self._list_parts(to_traced_setting(set_recompute(setting, Recompute.NONE)))
         line = self._line_key(first, device)
-        if line not in self.block_counts:
+        if line not in self.blocks:
             mix = self._match(setting, layout)
             if mix is None or isinstance(mix, TrimtabError):
                 return None
-            self.block_counts[line] = mix.blocks
-        count = self.block_counts[line]
-        return sum(map(setting.recompute.way.has_block, range(count))) / count
+            self.blocks[line] = mix.blocks
+        blocks = self.blocks[line]
+        return sum(map(setting.recompute.way.has_block, blocks)) / len(blocks)
 
     def _mixed_time(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float | None:
         """Return the time on the line between none and all blocks recomputed; None if an end is missing."""

@@ -11,6 +11,7 @@ to trace the setting itself. Operations stay those without recomputation: the ca
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,13 +20,16 @@ from trimtab.spec import PARTS
 from trimtab.spec.trace import GRADIENT
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable
 
     from trimtab.spec import RecomputeWay, Trace
 
 GRADIENTS = PARTS.index("gradients")
 LAST = 2**31
 """Place of a common allocation: after all that is recomputed or freed before it."""
+
+LIST = re.compile(r"(?P<name>.*) \((?P<count>\d+) blocks\)")
+"""A list of blocks in `Trace.recomputed`, as "layers (12 blocks)"."""
 
 
 class TracesDiffer(Exception):  # noqa: N818 - not an error: the setting is traced
@@ -41,10 +45,19 @@ class Moment(NamedTuple):
     """How many allocations of a recomputed block come between those and it."""
 
 
+class Block(NamedTuple):
+    """A block that is recomputed."""
+
+    list_name: str
+    """Name of the list that has it."""
+    number: int
+    """Its number in the list, from 0."""
+
+
 class Region(NamedTuple):
     """A recomputed block: neighbouring allocations of the second trace that the first does not have."""
 
-    block: int
+    block: Block
     common: int
     """How many common allocations and phases come before it."""
     numbers: tuple[int, ...]
@@ -60,9 +73,11 @@ class RecomputeMix:
         self.none, self.full = none, full
         self.pairs: dict[int, int] = {}
         """Number in the second trace of each allocation of the first."""
+        self.lists = _parse_lists(full)
         self.regions = self._find_regions()
         self.starts = [region.common for region in self.regions]
-        self.blocks = self._count_blocks()
+        self.blocks = self._list_blocks()
+        """Number in its list of each recomputed block."""
         self.marks = [at for at, item in enumerate(_list_items(none)) if isinstance(item, str)]
         skipped = {number: region for region in self.regions for number in region.numbers}
         self.frees = _find_frees(none, {}), _find_frees(full, skipped)
@@ -71,8 +86,8 @@ class RecomputeMix:
         """Pair the common allocations, and collect the others by block."""
         own, other = _list_items(self.none), _list_items(self.full)
         describe, describe_other = _descriptions(self.none), _descriptions(self.full)
-        again = _find_recomputed(self.none, self.full)
-        extra: list[tuple[int | None, int, int]] = []
+        again = _find_recomputed(self.none, self.full, self.lists)
+        extra: list[tuple[Block | None, int, int]] = []
         at = 0
         for item in other:
             block = None if isinstance(item, str) else again.get(item)
@@ -97,23 +112,25 @@ class RecomputeMix:
                     raise TracesDiffer("something is recomputed outside of all blocks")
                 extra[place] = extra[place + 1][0], common, number
         return [
-            Region(block or 0, common, tuple(number for *_, number in group))
+            Region(block, common, tuple(number for *_, number in group))
             for (block, common), group in groupby(extra, key=lambda entry: entry[:2])
+            if block is not None
         ]
 
-    def _count_blocks(self) -> int:
-        """Return the number of blocks; each has to be recomputed once in a step, the last one first."""
-        order = [region.block for region in self.regions]
-        count = max(order, default=-1) + 1
-        if not count or len(order) % count:
+    def _list_blocks(self) -> tuple[int, ...]:
+        """Return the blocks; each has to be recomputed once in a step, the last one of a list first."""
+        blocks = tuple(number for count in self.lists.values() for number in range(count))
+        if not blocks or len(self.regions) % len(blocks):
             raise TracesDiffer("blocks are recomputed unequally often")
-        if order != list(range(count))[::-1] * (len(order) // count):
-            raise TracesDiffer("blocks are not recomputed one after the other")
-        return count
+        for name, count in self.lists.items():
+            order = [region.block.number for region in self.regions if region.block.list_name == name]
+            if order != list(range(count))[::-1] * (len(self.regions) // len(blocks)):
+                raise TracesDiffer("blocks are not recomputed one after the other")
+        return blocks
 
     def mix(self, way: RecomputeWay) -> Trace:
         """Return the trace in which the blocks are recomputed that `way` names."""
-        chosen = [region for region in self.regions if way.has_block(region.block)]
+        chosen = [region for region in self.regions if way.has_block(region.block.number)]
         extra: dict[int, int] = {}
         events: list[tuple[int, int, int, int | str]] = []
         for at, item in enumerate(_list_items(self.none)):
@@ -149,15 +166,15 @@ class RecomputeMix:
         releases = [
             moment
             for moment, block, recomputed in holders
-            if block is None or way.has_block(block) is recomputed
+            if block is None or way.has_block(block.number) is recomputed
         ]
         # Only the second trace shows on which side of a recomputed block a free is.
         moment = full if none.common == full.common else max(releases, default=min(none, full))
         at = bisect_right(self.starts, moment.common) - 1
         is_beside = at >= 0 and self.starts[at] == moment.common
-        return moment if is_beside and way.has_block(self.regions[at].block) else Moment(moment.common)
+        return moment if is_beside and way.has_block(self.regions[at].block.number) else Moment(moment.common)
 
-    def _block_at(self, moment: Moment) -> int | None:
+    def _block_at(self, moment: Moment) -> Block | None:
         """Return the block in whose backward pass a moment is; None outside of all."""
         at = bisect_right(self.starts, moment.common) - 1
         if at >= 0 and self.starts[at] == moment.common and not moment.again:
@@ -172,7 +189,7 @@ class RecomputeMix:
         self, order: list[int], marks: dict[str, int], extra: dict[int, int], way: RecomputeWay
     ) -> Trace:
         none, full = self.none, self.full
-        count = sum(map(way.has_block, range(self.blocks)))
+        count = sum(map(way.has_block, self.blocks))
         names = {name: at for at, name in enumerate(none.module_names)}
         ops = {name: at for at, name in enumerate(none.op_names)}
         causes = {cause: at for at, cause in enumerate(none.causes)}
@@ -197,7 +214,7 @@ class RecomputeMix:
             causes=tuple(causes),
             caused=(*none.caused, *caused),
             recomputed_flops=0,
-            recomputed=(f"{count} of {self.blocks} blocks",),
+            recomputed=(f"{count} of {len(self.blocks)} blocks",),
             assumptions=tuple(dict.fromkeys((*none.assumptions, *full.assumptions))),
         )
 
@@ -235,35 +252,57 @@ def _is_gradient(trace: Trace, number: int) -> bool:
     return trace.parts[number] == GRADIENTS or trace.op_names[trace.ops[number]] == GRADIENT
 
 
-def _find_block(trace: Trace, number: int) -> int | None:
-    """Return the block whose forward pass made an allocation; None for any other.
+def _parse_lists(trace: Trace) -> dict[str, int]:
+    """Return the lists of blocks that a trace recomputes, each with the number of its blocks."""
+    counts = [LIST.fullmatch(text) for text in trace.recomputed]
+    return {match["name"]: int(match["count"]) for match in counts if match}
 
-    Of nested lists the outermost counts: its blocks are those that are recomputed.
+
+def _name_blocks(trace: Trace, lists: Iterable[str]) -> list[Block | None]:
+    """Return the block of each name in `module_names`; None if it is outside of all blocks.
+
+    A number in a name may also be a place outside of the lists: of "1.layers.3.norm1", 3 is the block if
+    "1.layers" is the list.
     """
-    if _is_gradient(trace, number):
+    prefixes = {name: f"{name}." if name else "" for name in lists}
+
+    def find(module: str) -> Block | None:
+        for name, prefix in prefixes.items():
+            word = module.removeprefix(prefix).partition(".")[0]
+            if module.startswith(prefix) and word.isdecimal():
+                return Block(name, int(word))
         return None
-    words = trace.module_names[trace.modules[number]].split(".")
-    return next((int(word) for word in words if word.isdecimal()), None)
+
+    return [find(module) for module in trace.module_names]
 
 
-def _find_recomputed(none: Trace, full: Trace) -> dict[int, int]:
+def _find_blocks(trace: Trace, lists: Iterable[str]) -> list[Block | None]:
+    """Return the block whose forward pass made each allocation; None for any other."""
+    names = _name_blocks(trace, lists)
+    return [
+        None if _is_gradient(trace, number) else names[module] for number, module in enumerate(trace.modules)
+    ]
+
+
+def _find_recomputed(none: Trace, full: Trace, lists: Iterable[str]) -> dict[int, Block]:
     """Return the allocations of recomputed blocks, each with its block.
 
     In every phase, blocks allocate first in the forward pass, as often as without recomputation.
     """
+    blocks, blocks_of_full = _find_blocks(none, lists), _find_blocks(full, lists)
     counts: list[int] = []
     for item in _list_items(none):
         if isinstance(item, str):
             counts.append(0)
-        elif counts and _find_block(none, item) is not None:
+        elif counts and blocks[item] is not None:
             counts[-1] += 1
-    recomputed: dict[int, int] = {}
+    recomputed: dict[int, Block] = {}
     phase, seen, run = -1, 0, list[int]()
     for item in _list_items(full):
         if isinstance(item, str):
             phase, seen, run = phase + 1, 0, []
             continue
-        block = _find_block(full, item)
+        block = blocks_of_full[item]
         seen += block is not None
         if phase < 0 or phase >= len(counts) or seen <= counts[phase]:
             continue

@@ -21,7 +21,7 @@ from trimtab.scripts.command import format_command
 from trimtab.scripts.interpreters import can_import_trimtab
 from trimtab.scripts.offline import sandbox_environment
 from trimtab.scripts.result import ScriptRequest, ScriptResult
-from trimtab.trace.child_process import parent_variable
+from trimtab.trace.child_process import has_timed_out, parent_variable, read_waited_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 900.0
 """How long a script may take until its third step, without the time in which it waited for a CPU."""
-LONGEST_WAIT = 3
-"""How many times that long it may wait for a CPU, as on a busy machine."""
 POLL_S = 0.1
 END_OF_INPUT = b"\x04"
 TAIL_LINES = 12
@@ -169,24 +167,13 @@ def _wait(
             shown = line
             say(line)
         if has_timed_out(time.monotonic() - begin, read_waited_s(process.pid), timeout_s):
+            line = _last_line(log)
+            printed = f"its last line: {line}" if line else "it printed nothing"
             raise JobFailed(
                 format_command(command),
-                found=f"no third optimizer step within {timeout_s:g} s; its last line: {_last_line(log)}",
+                found=f"no third optimizer step within {timeout_s:g} s; {printed}",
                 cure="Give it less to do before training: a smaller data set, no evaluation at the start.",
             )
-
-
-def has_timed_out(taken_s: float, waited_s: float, timeout_s: float) -> bool:
-    """Return whether a script took too long, apart from the time in which it waited for a CPU."""
-    return taken_s - min(waited_s, LONGEST_WAIT * timeout_s) > timeout_s
-
-
-def read_waited_s(process: int) -> float:
-    """Return how long a process was ready and waited for a CPU; 0 where the kernel does not say."""
-    try:
-        return int(Path(f"/proc/{process}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def _last_line(log: Path) -> str:

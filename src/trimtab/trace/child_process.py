@@ -1,4 +1,4 @@
-"""Child processes: end them with their parent, and limit their memory.
+"""Child processes: end them with their parent, and limit their memory and time.
 
 A parent that is killed cannot end its children. So every child asks the system for a signal when its parent
 ends (Linux), or checks for the parent twice a second in a thread (other systems).
@@ -154,6 +154,29 @@ def _psutil_resident_bytes(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0
+
+
+# Time limits.
+#
+# On a busy machine, a process takes longer without doing more. So the time in which it waits for a CPU does
+# not count, up to a limit: a process that never gets a CPU has to end as well.
+
+
+LONGEST_WAIT = 3
+"""How many times its time limit a process may wait for a CPU."""
+
+
+def has_timed_out(taken_s: float, waited_s: float, timeout_s: float) -> bool:
+    """Return whether a process took too long, apart from the time in which it waited for a CPU."""
+    return taken_s - min(waited_s, LONGEST_WAIT * timeout_s) > timeout_s
+
+
+def read_waited_s(process: int) -> float:
+    """Return how long a process was ready and waited for a CPU; 0 where the kernel does not say."""
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def memory_limit_error(given: str) -> JobFailed:

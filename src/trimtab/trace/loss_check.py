@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CPU_LIMIT_S = 80.0
 """Processor time of the check. A busy machine takes longer, and gets the same answer."""
 TIMEOUT_S = 240.0
-"""Elapsed time of the check, for jobs that wait for something."""
+"""Time of the check, for jobs that wait for something other than a CPU."""
 NICENESS = 5
 """The check yields to tracing, which the user waits for first."""
 MAX_PARAMETERS = 60_000_000

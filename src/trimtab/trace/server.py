@@ -24,7 +24,7 @@ import tempfile
 import textwrap
 import time
 from collections import deque
-from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, Self
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, Required, Self, TypedDict, Unpack
 
 import msgspec
 
@@ -35,8 +35,10 @@ from trimtab.jobs.registry import check_job_name, comes_with_trimtab
 from trimtab.trace.child_process import (
     end_with_parent,
     exceeds_memory_limit,
+    has_timed_out,
     memory_limit_error,
     parent_variable,
+    read_waited_s,
 )
 from trimtab.trace.common_devices import common_facts
 
@@ -77,40 +79,33 @@ class JobRequest(Protocol):
         ...
 
 
-def ask(  # noqa: PLR0913 - a request, and how to run it
-    module: str,
-    request: JobRequest,
-    env: dict[str, str],
-    *,
-    timeout_s: float,
-    show: bool = False,
-    only_reads: bool = False,
-) -> dict[str, Any]:
-    """Run a module on a request and return its answer; raise its error, or JobFailed if it crashed.
+class ChildOptions(TypedDict, total=False):
+    """How to run a child process, for `ask` and `ask_all`."""
 
-    A module that `only_reads` a job takes no steps of it: an error about the time limit says so.
-    """
-    (answer,) = ask_all(module, request, env, timeout_s=timeout_s, show=show, only_reads=only_reads)
+    timeout_s: Required[float]
+    """Time limit, without the time in which the process waits for a CPU."""
+    watch: bool
+    """Kill it when it takes more memory of this host than tracing may."""
+    show: bool
+    """Show its stderr to the user while it runs."""
+    only_reads: bool
+    """It takes no steps of the job: an error about the time limit says so."""
+
+
+def ask(
+    module: str, request: JobRequest, env: dict[str, str], **options: Unpack[ChildOptions]
+) -> dict[str, Any]:
+    """Run a module on a request and return its answer; raise its error, or JobFailed if it crashed."""
+    (answer,) = ask_all(module, request, env, **options)
     if isinstance(answer, TrimtabError):
         raise answer
     return answer
 
 
-def ask_all(  # noqa: PLR0913 - a request, and how to run it
-    module: str,
-    request: JobRequest,
-    env: dict[str, str],
-    *,
-    timeout_s: float,
-    watch: bool = False,
-    show: bool = False,
-    only_reads: bool = False,
+def ask_all(
+    module: str, request: JobRequest, env: dict[str, str], **options: Unpack[ChildOptions]
 ) -> list[dict[str, Any] | TrimtabError]:
-    """Run a module on a request and return each line of its output as an answer or an error.
-
-    With `watch`, kill it when it takes more memory of this host than tracing may. With `show`, the user sees
-    its stderr while it runs.
-    """
+    """Run a module on a request and return each line of its output as an answer or an error."""
     require_supported_torch()
     check_job_name(request.job)
     job = f"job {request.job}"
@@ -119,13 +114,12 @@ def ask_all(  # noqa: PLR0913 - a request, and how to run it
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=None if show else subprocess.PIPE,
+        stderr=None if options.get("show") else subprocess.PIPE,
         env=os.environ | REPEATABLE | parent_variable() | env,
         start_new_session=True,
     )
     try:
-        limit = timeout_error(job, timeout_s, only_reads=only_reads)
-        out, err = _exchange(process, request, limit, timeout_s=timeout_s, watch=watch)
+        out, err = _exchange(process, request, options)
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -141,20 +135,21 @@ def ask_all(  # noqa: PLR0913 - a request, and how to run it
 
 
 def _exchange(
-    process: subprocess.Popen[bytes], request: JobRequest, limit: JobFailed, *, timeout_s: float, watch: bool
+    process: subprocess.Popen[bytes], request: JobRequest, options: ChildOptions
 ) -> tuple[bytes, bytes]:
-    """Send the request and return all output; raise `limit` if the process takes too much time."""
+    """Send the request and return all output; raise if the process takes too much time or memory."""
+    job, timeout_s = f"job {request.job}", options["timeout_s"]
     text: bytes | None = request.to_json().encode()
-    ends_at = time.monotonic() + timeout_s
+    begin = time.monotonic()
     while True:
         try:
             return process.communicate(text, timeout=PAUSE_S)
         except subprocess.TimeoutExpired as error:
             text = None
-            if time.monotonic() > ends_at:
-                raise limit from error
-        if watch and exceeds_memory_limit(process.pid):
-            raise memory_limit_error(limit.given)
+            if has_timed_out(time.monotonic() - begin, read_waited_s(process.pid), timeout_s):
+                raise timeout_error(job, timeout_s, only_reads=options.get("only_reads", False)) from error
+        if options.get("watch") and exceeds_memory_limit(process.pid):
+            raise memory_limit_error(job)
 
 
 def encode_error(error: TrimtabError) -> bytes:
