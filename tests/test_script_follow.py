@@ -969,6 +969,41 @@ def test_calls_that_no_backward_pass_uses_have_no_micro_batch(follow: Callable[.
     assert "micro_batches_seen" not in facts
 
 
+EVALUATED_FIRST = """
+import torch
+from torch import nn
+
+class Counted(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        Counted.calls += not self.training
+        return super().forward(x)
+
+model = Counted(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model.eval()
+total = sum(model(torch.randn(8, 64).cuda()).square().mean().item() for _ in range(200))
+assert Counted.calls == 3, Counted.calls
+losses = [model(torch.randn(16, 64).cuda()).mean() for _ in range(6)]
+assert Counted.calls == 9, "their graphs are in use"
+# Trained in evaluation mode, as to keep the statistics of normalization.
+for step in range(4):
+    sum(losses).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses = [model(torch.randn(16, 64).cuda()).mean()]
+assert Counted.calls > 9
+"""
+
+
+def test_few_evaluations_before_training_are_followed(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow("train.py", script=EVALUATED_FIRST)
+    assert facts_of(found)["micro_batch"] == "16"
+    assert [
+        note for note in found.estimate.assumptions if "3 calls with the same inputs were followed" in note
+    ]
+
+
 ITERATIVE = """
 import torch
 from torch import nn

@@ -58,6 +58,8 @@ TRAINS = "_trimtab_trains"
 """Attribute of a loader whose batches are trained on."""
 IDLE_SHARE = 0.05
 """Share of parameters without a gradient that is worth a note."""
+UNUSED_CALLS = 3
+"""Calls in evaluation mode with a graph that are followed if the script drops their results."""
 EDGE_ROWS = 2
 """Rows of a tensor with the edges of a graph: where they begin and where they end."""
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
@@ -131,6 +133,22 @@ class CallSizes:
 
     samples: int | None = None
     length: int | None = None
+
+
+@dataclass
+class UnusedCalls:
+    """Calls of a model in evaluation mode with a graph and equal inputs, which no backward pass has used."""
+
+    count: float = 0
+    outputs: Any = None
+    """Without memory, as in CachedCall."""
+    work: tuple[list[int], list[bool]] = ([], [])
+    graph: Any = None
+    """Weak reference to what the graph of the last call holds."""
+
+    def can_repeat(self) -> bool:
+        """Return whether the next call need not be followed: the script dropped the graphs of the others."""
+        return self.count >= UNUSED_CALLS and self.graph() is None
 
 
 @dataclass
@@ -224,6 +242,8 @@ class Observer:
     _names: dict[int, str] = field(default_factory=dict)
     _main: int = field(default_factory=threading.get_ident)
     _calls: dict[tuple[int, int], CachedCall] = field(default_factory=dict)
+    _unused: dict[Any, UnusedCalls] = field(default_factory=dict)
+    """Calls of models in evaluation mode with a graph, by model and inputs."""
     _call_number: int = 0
     _inputs: list[Any] = field(default_factory=list)
     """Models that were called with a graph in the current micro-batch, and their inputs."""
@@ -316,7 +336,41 @@ class Observer:
             self.check_time()
             run = functools.partial(self._call_without_graph, call, module, args, kwargs)
             return self.inference.call(run, module, (args, kwargs), step=self._find_step_of_call())
-        return self._call_root(call, module, args, kwargs)
+        if module.training:
+            return self._call_root(call, module, args, kwargs)
+        return self._call_in_evaluation_mode(call, module, args, kwargs)
+
+    def _call_in_evaluation_mode(self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        """Run a model in evaluation mode, or repeat a call if the graphs of others were dropped.
+
+        Some scripts evaluate without torch.no_grad before they train, in thousands of calls.
+        """
+        recorder, passes, begin = self.recorder, self.passes, len(self.recorder.sequence)
+        inputs = describe_inputs(args, kwargs)
+        unused = self._unused.setdefault((id(module), is_trained(module), inputs), UnusedCalls())
+        if unused.can_repeat():
+            self.notes[
+                f"a model is called in evaluation mode with a graph that nothing uses: {UNUSED_CALLS} calls "
+                "with the same inputs were followed, and the others repeat their work"
+            ] = None
+            if recorder.records_work:
+                recorder.sequence.extend(unused.work[0])
+                recorder.by_engine.extend(unused.work[1])
+            return self._repeat_outputs(module, unused.outputs, (args, kwargs))
+        out = self._call_root(call, module, args, kwargs)
+
+        def forget(_: Any) -> None:
+            unused.count = -math.inf
+
+        nodes = {tensor.grad_fn for tensor in find_tensors(out) if tensor.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(forget)
+        if self.passes != passes or not nodes:
+            forget(None)
+        unused.count += 1
+        unused.outputs, unused.graph = tree_map(forget_memory, out), weakref.ref(forget)
+        unused.work = (recorder.sequence[begin:], recorder.by_engine[begin:])
+        return out
 
     def _call_without_graph(self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
         self._note_phase(training=False)
