@@ -882,15 +882,17 @@ def test_checks_of_values_hold_and_masks_of_floats_are_known(follow: Callable[..
 
 
 ADVERSARIAL = """
+import sys
 import torch
 from torch import nn
 
+rounds = int(sys.argv[1])
 maker, critic = nn.Linear(8, 64).cuda(), nn.Linear(64, 1).cuda()
 optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, maker)]
-for step in range(3):
+for step in range(4):
     for net, optimizer in zip((critic, maker), optimizers):
         optimizer.zero_grad()
-        for _ in range(3):
+        for _ in range(rounds):
             critic(maker(torch.randn(4, 8).cuda())).mean().backward()
         assert all(parameter.grad is not None for parameter in net.parameters())
         optimizer.step()
@@ -899,8 +901,107 @@ for step in range(3):
 """
 
 
-def test_passes_of_another_optimizer_repeat_nothing(follow: Callable[..., ScriptEstimate]) -> None:
-    assert facts_of(follow("train.py", script=ADVERSARIAL))["optimizers"] == "2 x SGD"
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_passes_of_another_optimizer_repeat_nothing(
+    follow: Callable[..., ScriptEstimate], rounds: int
+) -> None:
+    found = follow("train.py", str(rounds), script=ADVERSARIAL)
+    facts = facts_of(found)
+    assert facts["optimizers"] == "2 x SGD"
+    assert (facts["accumulation"], facts["global_batch"]) == (str(rounds), str(4 * rounds))
+    # One pass for the critic and one for the maker: forward and backward of two layers, without the input's.
+    works = [found.trace.works[number] for number in found.trace.sequence]
+    assert sum(work.kind == "matrix" for work in works) == 2 * 5
+    updates = works[found.trace.phases["optimizer"] :]
+    assert sum("foreach_add" in work.op for work in updates) == (1 if rounds == 1 else 2)
+
+
+PERTURBED = """
+import sys
+import torch
+from torch import nn
+
+rounds = int(sys.argv[1])
+model = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    for ascends in (True, False):
+        for _ in range(rounds):
+            model(torch.randn(4, 8).cuda()).square().mean().backward()
+        if ascends:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    WRITE(0.05 * parameter.grad)
+            optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("write", "rounds"), [("parameter.add_", 1), ("parameter.data.add_", 2)])
+def test_passes_with_perturbed_weights_are_no_accumulation(
+    follow: Callable[..., ScriptEstimate], write: str, rounds: int
+) -> None:
+    found = follow("train.py", str(rounds), script=PERTURBED.replace("WRITE", write))
+    assert facts_of(found)["accumulation"] == str(rounds)
+    works = [found.trace.works[number] for number in found.trace.sequence]
+    assert sum(work.kind == "matrix" for work in works) == 2 * 2
+
+
+ACTING = """
+import torch
+from torch import nn
+
+model = nn.Linear(8, 2).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    for _ in range(5):
+        action = model(torch.randn(1, 8).cuda()).argmax().cpu()
+    model(torch.randn(32, 8).cuda()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_calls_that_no_backward_pass_uses_have_no_micro_batch(follow: Callable[..., ScriptEstimate]) -> None:
+    facts = facts_of(follow("train.py", script=ACTING))
+    assert facts["micro_batch"] == "32"
+    assert "micro_batches_seen" not in facts
+
+
+EVALUATED_FIRST = """
+import torch
+from torch import nn
+
+class Counted(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        Counted.calls += not self.training
+        return super().forward(x)
+
+model = Counted(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model.eval()
+total = sum(model(torch.randn(8, 64).cuda()).square().mean().item() for _ in range(200))
+assert Counted.calls == 3, Counted.calls
+losses = [model(torch.randn(16, 64).cuda()).mean() for _ in range(6)]
+assert Counted.calls == 9, "their graphs are in use"
+# Trained in evaluation mode, as to keep the statistics of normalization.
+for step in range(4):
+    sum(losses).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses = [model(torch.randn(16, 64).cuda()).mean()]
+assert Counted.calls > 9
+"""
+
+
+def test_few_evaluations_before_training_are_followed(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow("train.py", script=EVALUATED_FIRST)
+    assert facts_of(found)["micro_batch"] == "16"
+    assert [
+        note for note in found.estimate.assumptions if "3 calls with the same inputs were followed" in note
+    ]
 
 
 ITERATIVE = """

@@ -164,6 +164,26 @@ def test_an_optimizer_made_before_the_model_moved_sees_its_gradients(tmp_path: P
     assert follow(str(tmp_path / "clips.py")).estimate.parts.optimizer > 0
 
 
+RETURNS = """
+import torch
+model = torch.nn.Linear(1024, 4096, bias=False).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(5):
+    model(torch.randn(8, 1024).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save(model.cpu().state_dict(), "model.pt")
+    model.cuda()
+"""
+
+
+def test_a_model_that_returns_to_the_gpu_is_held_once(tmp_path: Path) -> None:
+    Path("returns.py").write_text(RETURNS, encoding="utf-8")
+    parts = follow(str(tmp_path / "returns.py")).estimate.parts
+    assert parts.weights == 4 * 1024 * 4096
+    assert 2 * parts.weights <= parts.optimizer < 2.1 * parts.weights
+
+
 EVALUATES = """
 import torch
 from torch.utils.data import DataLoader

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ TRAINS = "_trimtab_trains"
 """Attribute of a loader whose batches are trained on."""
 IDLE_SHARE = 0.05
 """Share of parameters without a gradient that is worth a note."""
+UNUSED_CALLS = 3
+"""Calls in evaluation mode with a graph that are followed if the script drops their results."""
 EDGE_ROWS = 2
 """Rows of a tensor with the edges of a graph: where they begin and where they end."""
 FIRST, STEADY, EVALUATION, SAVE = "first step", "steady step", "evaluation", "save"
@@ -101,6 +104,10 @@ class MicroBatchWork:
 
     begin: int
     end: int
+    update: int
+    """Work between `begin` and here belongs to an optimizer that stepped before this micro-batch."""
+    part: int
+    """Micro-batches with the same number have no change of the weights between them."""
     calls: tuple[Any, ...]
     """The calls of models in it, with their inputs."""
     forward: int
@@ -118,6 +125,30 @@ class MicroBatchWork:
             (module, tuple((len(leaf[0]), leaf[1]) for leaf in inputs if isinstance(leaf, tuple)))
             for module, inputs in self.calls
         )
+
+
+@dataclass(eq=False)
+class CallSizes:
+    """The sizes of a training call's inputs."""
+
+    samples: int | None = None
+    length: int | None = None
+
+
+@dataclass
+class UnusedCalls:
+    """Calls of a model in evaluation mode with a graph and equal inputs, which no backward pass has used."""
+
+    count: float = 0
+    outputs: Any = None
+    """Without memory, as in CachedCall."""
+    work: tuple[list[int], list[bool]] = ([], [])
+    graph: Any = None
+    """Weak reference to what the graph of the last call holds."""
+
+    def can_repeat(self) -> bool:
+        """Return whether the next call need not be followed: the script dropped the graphs of the others."""
+        return self.count >= UNUSED_CALLS and self.graph() is None
 
 
 @dataclass
@@ -151,8 +182,9 @@ class _SkippedBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         with torch.no_grad():
-            for parameter in ctx.trained:
-                if parameter.grad is None:
+            for reference in ctx.trained:
+                parameter = reference()
+                if parameter is not None and parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
         return None, None, None
 
@@ -183,6 +215,8 @@ class Observer:
     micro_batches: dict[int, int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     """Training calls by the first and by the second side of their first input."""
+    unused_sizes: set[CallSizes] = field(default_factory=set)
+    """Sizes of calls with a graph that no backward pass has used, or not yet."""
     passes: int = 0
     """Backward passes."""
     passes_of_step: int = 0
@@ -208,6 +242,8 @@ class Observer:
     _names: dict[int, str] = field(default_factory=dict)
     _main: int = field(default_factory=threading.get_ident)
     _calls: dict[tuple[int, int], CachedCall] = field(default_factory=dict)
+    _unused: dict[Any, UnusedCalls] = field(default_factory=dict)
+    """Calls of models in evaluation mode with a graph, by model and inputs."""
     _call_number: int = 0
     _inputs: list[Any] = field(default_factory=list)
     """Models that were called with a graph in the current micro-batch, and their inputs."""
@@ -217,7 +253,7 @@ class Observer:
     _last_epochs: int = 0
     _extra_steps: int = 0
     _trained: list[Any] = field(default_factory=list)
-    """Parameters that had a gradient in the third step; empty before."""
+    """Weak references to the parameters that had a gradient in the third step; empty before."""
     _is_skipped: bool = False
     """Whether a call of the current micro-batch was skipped."""
     _backward_depth: int = 0
@@ -238,8 +274,14 @@ class Observer:
     made_optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """Optimizers of torch.optim that the script has made, and still has."""
     _step_counts: dict[int, int] = field(default_factory=dict)
+    _stepped: set[int] = field(default_factory=set)
+    """Optimizers that have stepped since the first one did."""
+    _timed: set[int] = field(default_factory=set)
+    """Optimizers that stepped in the last complete step."""
     _units_stepped: int = 0
-    """Micro-batches of the current step whose gradients an optimizer has used."""
+    """Micro-batches of the current step before the last change of the weights."""
+    _update_end: int = 0
+    """Where the work of that change ends."""
     _with_gradient: set[int] = field(default_factory=set)
     """Ids of the parameters that had a gradient when their optimizer stepped."""
     _first_in_step: int | None = None
@@ -294,7 +336,41 @@ class Observer:
             self.check_time()
             run = functools.partial(self._call_without_graph, call, module, args, kwargs)
             return self.inference.call(run, module, (args, kwargs), step=self._find_step_of_call())
-        return self._call_root(call, module, args, kwargs)
+        if module.training:
+            return self._call_root(call, module, args, kwargs)
+        return self._call_in_evaluation_mode(call, module, args, kwargs)
+
+    def _call_in_evaluation_mode(self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        """Run a model in evaluation mode, or repeat a call if the graphs of others were dropped.
+
+        Some scripts evaluate without torch.no_grad before they train, in thousands of calls.
+        """
+        recorder, passes, begin = self.recorder, self.passes, len(self.recorder.sequence)
+        inputs = describe_inputs(args, kwargs)
+        unused = self._unused.setdefault((id(module), is_trained(module), inputs), UnusedCalls())
+        if unused.can_repeat():
+            self.notes[
+                f"a model is called in evaluation mode with a graph that nothing uses: {UNUSED_CALLS} calls "
+                "with the same inputs were followed, and the others repeat their work"
+            ] = None
+            if recorder.records_work:
+                recorder.sequence.extend(unused.work[0])
+                recorder.by_engine.extend(unused.work[1])
+            return self._repeat_outputs(module, unused.outputs, (args, kwargs))
+        out = self._call_root(call, module, args, kwargs)
+
+        def forget(_: Any) -> None:
+            unused.count = -math.inf
+
+        nodes = {tensor.grad_fn for tensor in find_tensors(out) if tensor.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(forget)
+        if self.passes != passes or not nodes:
+            forget(None)
+        unused.count += 1
+        unused.outputs, unused.graph = tree_map(forget_memory, out), weakref.ref(forget)
+        unused.work = (recorder.sequence[begin:], recorder.by_engine[begin:])
+        return out
 
     def _call_without_graph(self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
         self._note_phase(training=False)
@@ -318,6 +394,10 @@ class Observer:
         self._call_number += 1
         inputs = describe_inputs(args, kwargs)
         signature = (is_trained(module), inputs)
+        if not self._inputs and self.recorder.has_written_weights:
+            # Between two passes of a step, as sharpness-aware minimization does.
+            self._note_changed_weights()
+        self.recorder.watch_weights([])
         if not self._inputs:
             self._forward_begin = len(self.recorder.sequence)
         self._inputs.append((id(module), inputs))
@@ -328,8 +408,11 @@ class Observer:
             self._is_skipped = True
             return self._repeat_outputs(module, cached.outputs, (args, kwargs))
         before, passes, begin = self._copy_noted(), self.passes, len(self.recorder.order)
+        sizes = CallSizes()
         if not self._is_inner:
-            self._note_training_call(module, args, kwargs)
+            self._described = module
+            self.note_precision()
+            sizes = find_sizes(args, kwargs)
         self._note_phase(training=True)
         cached.outputs = None
         out = self._enter(call, module, args, kwargs, root=True)
@@ -337,6 +420,8 @@ class Observer:
         if self.passes == passes and (is_on_cpu or not may_need_gradients(out)):
             # A trial on the CPU, or a model that is frozen or turns gradients off itself: no training.
             self._restore_noted(before)
+        else:
+            self._count_when_used(out, sizes)
         cached.outputs = tree_map(forget_memory, out)
         return out
 
@@ -352,16 +437,10 @@ class Observer:
 
     def _copy_noted(self) -> tuple[Any, ...]:
         """Return what a training call may change of what is noted."""
-        return (
-            dict(self.micro_batches),
-            dict(self.lengths),
-            self._described,
-            self._line_of_call,
-            self.facts.get("precision"),
-        )
+        return self._described, self._line_of_call, self.facts.get("precision")
 
     def _restore_noted(self, before: tuple[Any, ...]) -> None:
-        self.micro_batches, self.lengths, self._described, self._line_of_call, precision = before
+        self._described, self._line_of_call, precision = before
         if precision is None:
             self.facts.pop("precision", None)
 
@@ -453,26 +532,26 @@ class Observer:
             self.windows[-1].end = at
         self.windows.append(PhaseWindow(name, at))
 
-    def _note_training_call(self, module: Any, args: Any, kwargs: Any) -> None:
-        self._described = module
-        self.note_precision()
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        shaped = [tensor for tensor in tensors if tensor.dim() > 0]
-        if not shaped:
+    def _count_when_used(self, out: Any, sizes: CallSizes) -> None:
+        """Count a training call once a backward pass reaches its result.
+
+        An agent that acts, or a model that makes samples, may be called with a graph that nothing uses.
+        """
+        nodes = {tensor.grad_fn for tensor in find_tensors(out) if tensor.grad_fn is not None}
+        self.unused_sizes.add(sizes)
+        if not nodes:
+            self._count_sizes(sizes)
+        for node in nodes:
+            node.register_prehook(lambda _: self._count_sizes(sizes))
+
+    def _count_sizes(self, sizes: CallSizes) -> None:
+        """Count the sizes of a training call that was not counted yet."""
+        if sizes not in self.unused_sizes:
             return
-        # Indices show the length as well; other indices, such as the edges of a graph, have no samples.
-        indices = (tensor for tensor in shaped if not tensor.is_floating_point())
-        first = next((tensor for tensor in indices if tensor.shape[0] == shaped[0].shape[0]), shaped[0])
-        # A vector of numbers is one sample without a batch dimension.
-        size = 1 if first.dim() == 1 and first.is_floating_point() else first.shape[0]
-        self.micro_batches[size] = self.micro_batches.get(size, 0) + 1
-        # Samples x positions, or samples x choices x positions; labels may come first, and have one side.
-        sides = (2,) if any(tensor.is_floating_point() for tensor in shaped) else (2, 3)
-        tokens = [tensor for tensor in shaped if tensor.dim() in sides and not tensor.is_floating_point()]
-        # The edges of a graph are two rows, of any length.
-        if tokens and (tokens[0].shape[0] == first.shape[0] or tokens[0].shape[0] != EDGE_ROWS):
-            length = tokens[0].shape[-1]
-            self.lengths[length] = self.lengths.get(length, 0) + 1
+        self.unused_sizes.remove(sizes)
+        for counts, size in ((self.micro_batches, sizes.samples), (self.lengths, sizes.length)):
+            if size is not None:
+                counts[size] = counts.get(size, 0) + 1
 
     def uses_gpu(self) -> bool:
         """Return whether the training steps did anything on the GPU."""
@@ -518,15 +597,21 @@ class Observer:
         sequence = self.recorder.sequence
         begin = self.units[-1].end if self.units else 0
         skipped, self._is_skipped = self._is_skipped, False
-        if skipped:
-            last = self.units[-1]
-            self.units.append(MicroBatchWork(begin, len(sequence), last.calls, last.forward, skipped=True))
-        else:
-            forward = hash(tuple(sequence[self._forward_begin : self._forward_end]))
-            self.units.append(
-                MicroBatchWork(begin, len(sequence), tuple(self._inputs), forward, skipped=False)
+        calls = self.units[-1].calls if skipped else tuple(self._inputs)
+        forward = hash(tuple(sequence[self._forward_begin : self._forward_end]))
+        self.units.append(
+            MicroBatchWork(
+                begin,
+                len(sequence),
+                update=max(begin, self._update_end),
+                part=self._units_stepped,
+                calls=calls,
+                forward=self.units[-1].forward if skipped else forward,
+                skipped=skipped,
             )
+        )
         self._begin_micro_batch()
+        self.recorder.watch_weights(self._list_stepped())
         if updated is not None:
             self.label_weights()
             self._finish_step(updated)
@@ -550,7 +635,9 @@ class Observer:
         if optimizer is None:
             self.learn("optimizer", "none", "the script changes its parameters itself")
         else:
-            self._step_counts[id(optimizer)] = self._step_counts.get(id(optimizer), 0) + 1
+            # Once the script has shown its steps, loaders end early: how often each steps means nothing.
+            self._step_counts[id(optimizer)] = self._step_counts.get(id(optimizer), 0) + (not self.is_over)
+            self._stepped.add(id(optimizer))
             if id(optimizer) not in self.optimizers:
                 self.optimizers[id(optimizer)] = optimizer
                 package = type(optimizer).__module__.partition(".")[0]
@@ -575,22 +662,43 @@ class Observer:
     def note_optimizers(self) -> None:
         """Note every optimizer that stepped, if there are several, and parameters that none has stepped."""
         self._note_idle_parameters()
+        if not self.micro_batches:
+            # Backward passes that show nothing, as through an object that is no tensor.
+            for sizes in list(self.unused_sizes):
+                self._count_sizes(sizes)
+        counts = [self._step_counts[number] for number in self.optimizers]
+        # The last step of the first optimizer ends what is followed, so that others may have one less.
+        is_uneven = max(counts, default=0) - min(counts, default=0) > 1
         kinds = Counter(
-            (type(optimizer).__name__, self._step_counts[number])
+            (type(optimizer).__name__, self._step_counts[number] * is_uneven)
             for number, optimizer in self.optimizers.items()
         )
-        rates = {steps for _, steps in kinds}
         texts = [
-            f"{count} x " * (count > 1) + name + f" {steps}x" * (len(rates) > 1)
+            f"{count} x " * (count > 1) + name + f" {steps}x" * is_uneven
             for (name, steps), count in kinds.items()
         ]
+        if is_uneven:
+            self.notes[
+                f"the script's {len(counts)} optimizers step at different rates: the step time is that of a "
+                f"step of the first one in which {len(self._timed)} of them step"
+            ] = None
         if len(self.optimizers) > 1:
-            how = "all that stepped" + ", and how often" * (len(rates) > 1)
+            how = "all that stepped" + ", and how often" * is_uneven
             self.learn("optimizers", ", ".join(texts), how, "")
+
+    def _list_stepped(self) -> list[Any]:
+        """Return the parameters that optimizers change."""
+        groups = (group for optimizer in self.made_optimizers for group in optimizer.param_groups)
+        return [tensor for group in groups for tensor in group["params"]]
+
+    def _note_changed_weights(self) -> None:
+        """Note that the weights have changed: passes from here on repeat none of those before."""
+        self._units_stepped, self._update_end = len(self.units), len(self.recorder.sequence)
 
     def begin_step(self) -> None:
         """Note that an optimizer begins its step; it may call a closure with backward passes."""
         self._first_in_step = len(self.units)
+        self.recorder.watch_weights([])
 
     def _join_passes_of_step(self) -> None:
         """Take several backward passes within one optimizer step, such as those of L-BFGS, for one."""
@@ -600,12 +708,12 @@ class Observer:
         own = self.units[first:]
         calls = tuple(call for unit in own for call in unit.calls)
         forward = hash(tuple(unit.forward for unit in own))
-        self.units[first:] = [MicroBatchWork(own[0].begin, own[-1].end, calls, forward, skipped=False)]
+        self.units[first:] = [replace(own[0], end=own[-1].end, calls=calls, forward=forward)]
 
     def end_step(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; None if the script changes its parameters without one."""
         self._join_passes_of_step()
-        self._units_stepped = len(self.units)
+        self._note_changed_weights()
         if "step0" not in self.recorder.marks:
             return
         if self._backward_depth:
@@ -683,35 +791,44 @@ class Observer:
 
     def _list_trained(self) -> list[Any]:
         parameters = (parameter for module in self.roots.values() for parameter in module.parameters())
-        return [parameter for parameter in parameters if parameter.grad is not None]
+        return [weakref.ref(parameter) for parameter in parameters if parameter.grad is not None]
 
     def _close_step(self) -> None:
         """Keep the work of the step: one micro-batch and the optimizer, or all if the passes differ."""
         recorder, units = self.recorder, self.units
         sequence, engine = recorder.sequence, recorder.by_engine
-        self.accumulation, self.is_mean = 1, False
-        if len(units) > 1 and all(unit.outline == units[0].outline for unit in units):
-            self.accumulation = len(units)
-            # The same inputs may still differ in work: a sum of losses begins with a number, not a tensor.
-            self.is_mean = any(unit.calls != units[0].calls for unit in units)
-            has_same_work = all(unit.repeats(units[0]) for unit in units)
-            shown, tail = units[0] if has_same_work else self._find_mean(units), units[-1].end
-            self.sequence = (*sequence[shown.begin : shown.end], *sequence[tail:])
-            self.engine = (*engine[shown.begin : shown.end], *engine[tail:])
-            passes = 1
+        kinds: dict[Any, list[MicroBatchWork]] = {}
+        for unit in units:
+            kinds.setdefault((unit.part, unit.outline), []).append(unit)
+        # Generator and discriminator may each accumulate: so many times the step does all that it does.
+        self.accumulation = rounds = math.gcd(*map(len, kinds.values())) or 1
+        # The same inputs may still differ in work: a sum of losses begins with a number, not a tensor.
+        self.is_mean = rounds > 1 and any(
+            unit.calls != own[0].calls for own in kinds.values() for unit in own
+        )
+        if rounds > 1:
+            shown = [
+                unit for own in kinds.values() for unit in [self._find_typical(own)] * (len(own) // rounds)
+            ]
+            spans = [*((unit.update, unit.end) for unit in shown), *_list_updates(units, len(sequence))]
         else:
             spans = [*_repeat_skipped(units), (units[-1].end if units else 0, len(sequence))]
-            self.sequence = tuple(itertools.chain.from_iterable(sequence[begin:end] for begin, end in spans))
-            self.engine = tuple(itertools.chain.from_iterable(engine[begin:end] for begin, end in spans))
-            passes = len(units)
+        self.sequence = tuple(itertools.chain.from_iterable(sequence[begin:end] for begin, end in spans))
+        self.engine = tuple(itertools.chain.from_iterable(engine[begin:end] for begin, end in spans))
+        passes = len(units) // rounds
         self.passes_of_step = len(units)
         followed = max(1, sum(not unit.skipped for unit in units))
         self.recomputed_flops = recorder.recomputed_flops * passes // followed
-        self.units, self._units_stepped = [], 0
+        self.units, self._units_stepped, self._update_end = [], 0, 0
+        self._timed, self._stepped = self._stepped, set()
         self._reported_at = 0.0
         self._begin_micro_batch()
         recorder.sequence, recorder.by_engine = [], []
         recorder.recomputed_flops = 0
+
+    def _find_typical(self, units: list[MicroBatchWork]) -> MicroBatchWork:
+        """Return one of several micro-batches: any if they are equal, else the one nearest to their mean."""
+        return units[0] if all(unit.repeats(units[0]) for unit in units) else self._find_mean(units)
 
     def _find_mean(self, units: list[MicroBatchWork]) -> MicroBatchWork:
         """Return the micro-batch whose work is nearest to the mean: FLOPs, or bytes if there are none."""
@@ -837,9 +954,19 @@ def _relabel(recorder: ScriptRecorder, tensor: Any, part: str, module: str | Non
 def _repeat_skipped(units: list[MicroBatchWork]) -> list[tuple[int, int]]:
     """Return where the work of each micro-batch is; a skipped one did the work of the one before it."""
     spans: list[tuple[int, int]] = []
+    followed: MicroBatchWork | None = None
     for unit in units:
-        spans.append(spans[-1] if unit.skipped and spans else (unit.begin, unit.end))
+        if not unit.skipped or followed is None:
+            followed = unit
+            spans.append((unit.begin, unit.end))
+        else:
+            spans.append((followed.update, followed.end))
     return spans
+
+
+def _list_updates(units: list[MicroBatchWork], end: int) -> list[tuple[int, int]]:
+    """Return where the work of optimizers is: between the micro-batches of a step, and after them."""
+    return [*((unit.begin, unit.update) for unit in units if unit.update > unit.begin), (units[-1].end, end)]
 
 
 def has_parameters(module: Any) -> bool:
@@ -880,6 +1007,27 @@ def may_need_gradients(out: Any) -> bool:
     """Return whether a result has a graph of gradients, as far as its tensors show; True if it shows none."""
     tensors = find_tensors(out)
     return not tensors or any(tensor.requires_grad for tensor in tensors)
+
+
+def find_sizes(args: Any, kwargs: Any) -> CallSizes:
+    """Return how many samples the inputs of a training call have, and how many tokens a sample has."""
+    sizes = CallSizes()
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    shaped = [tensor for tensor in tensors if tensor.dim() > 0]
+    if not shaped:
+        return sizes
+    # Indices show the length as well; other indices, such as the edges of a graph, have no samples.
+    indices = (tensor for tensor in shaped if not tensor.is_floating_point())
+    first = next((tensor for tensor in indices if tensor.shape[0] == shaped[0].shape[0]), shaped[0])
+    # A vector of numbers is one sample without a batch dimension.
+    sizes.samples = 1 if first.dim() == 1 and first.is_floating_point() else first.shape[0]
+    # Samples x positions, or samples x choices x positions; labels may come first, and have one side.
+    sides = (2,) if any(tensor.is_floating_point() for tensor in shaped) else (2, 3)
+    tokens = [tensor for tensor in shaped if tensor.dim() in sides and not tensor.is_floating_point()]
+    # The edges of a graph are two rows, of any length.
+    if tokens and (tokens[0].shape[0] == first.shape[0] or tokens[0].shape[0] != EDGE_ROWS):
+        sizes.length = tokens[0].shape[-1]
+    return sizes
 
 
 def describe_samples(loader: Any) -> str:

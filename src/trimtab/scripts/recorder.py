@@ -65,6 +65,13 @@ class ScriptRecorder(Recorder):
     def __init__(self, kernels: Kernels, fake_mode: FakeTensorMode) -> None:
         super().__init__(kernels, fake_mode)
         self._repeated: dict[Any, RepeatedOp | None] = {}
+        self._watched: list[Any] = []
+        self.has_written_weights = False
+        """Whether an operation has changed a watched parameter in place."""
+
+    def watch_weights(self, parameters: list[Any]) -> None:
+        """Note from now on whether one of these parameters is changed; an empty list ends that."""
+        self._watched, self.has_written_weights = parameters, False
 
     def __torch_dispatch__(  # noqa: PLR0911 - one way out for each kind of tensor
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -92,9 +99,20 @@ class ScriptRecorder(Recorder):
             return copy(*args, **kwargs)
         if is_fake and not _uses_gpu(args, list(kwargs.values())):
             return self._run_on_cpu(func, types, args, kwargs)
+        if self._watched and func._schema.is_mutable:
+            self._note_write(args)
         if is_fake and len(types) == 1 and not self.paused:
             return self._run_kept(func, types, args, kwargs)
         return self._run_fake(func, types, args, kwargs)
+
+    def _note_write(self, args: tuple[Any, ...]) -> None:
+        """Note whether an operation that changes its first argument, or a list of them, changes weights."""
+        changed = args[0] if isinstance(args[0], list | tuple) else args[:1]
+        memory = {tensor.untyped_storage()._cdata for tensor in changed if isinstance(tensor, FakeTensor)}
+        watched = (getattr(tensor, "_local_tensor", tensor) for tensor in self._watched)
+        if any(tensor.untyped_storage()._cdata in memory for tensor in watched):
+            self.watch_weights([])
+            self.has_written_weights = True
 
     def _run_fake(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on fake tensors; ordinary ones among its inputs become fake."""

@@ -51,6 +51,7 @@ def install_patches(observer: Observer, *, world_size: int, devices: int, device
     """Patch torch for a script that runs as rank 0 of `world_size` processes."""
     fake_mode = observer.recorder.fake_mode
     _patch_parameters(fake_mode)
+    _patch_moves(observer)
     _patch_fake_tensors(fake_mode)
     _patch_modules(observer)
     _patch_optimizers(observer)
@@ -85,7 +86,23 @@ def _patch_parameters(fake_mode: Any) -> None:
         return original(cls, data, requires_grad)
 
     put(torch.nn.Parameter, "__new__", staticmethod(new))
-    put(torch.nn.Module, "_apply", apply_to_module)
+
+
+def _patch_moves(observer: Observer) -> None:
+    """Let optimizers follow the parameters of a model that moves, so that nothing holds the old ones."""
+    running = []
+
+    def apply(module: Any, change: Callable[[Any], Any], recurse: bool = True) -> Any:
+        running.append(module)
+        try:
+            return apply_to_module(module, change, recurse)
+        finally:
+            running.pop()
+            if not running:
+                for optimizer in observer.made_optimizers:
+                    find_moved_parameters(optimizer)
+
+    put(torch.nn.Module, "_apply", apply)
 
 
 def make_fake(fake_mode: Any, tensor: torch.Tensor) -> Any:
@@ -168,10 +185,13 @@ def _patch_modules(observer: Observer) -> None:
 
 
 def find_moved_parameters(optimizer: Any) -> None:
-    """Give an optimizer the parameters that its own have become."""
+    """Give an optimizer the parameters that its own have become, with the states of its own."""
     for group in getattr(optimizer, "param_groups", ()):
-        if any(hasattr(tensor, MOVED) for tensor in group["params"]):
-            group["params"] = [follow_moves(tensor) for tensor in group["params"]]
+        for place, tensor in enumerate(group["params"]):
+            if hasattr(tensor, MOVED):
+                group["params"][place] = moved = follow_moves(tensor)
+                if tensor in optimizer.state:
+                    optimizer.state[moved] = optimizer.state.pop(tensor)
 
 
 def _patch_optimizers(observer: Observer) -> None:

@@ -332,7 +332,8 @@ def _is_own_fault(error: Exception) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     # The script, or a library that it calls, raised it; not torch, and nothing that stands in for torch.
     last = Path(frames[-1].filename).parts if frames else ("torch",)
-    return not {"torch", "trimtab"}.intersection(last)
+    # Loaders and samplers are no part of what is pretended.
+    return not {"torch", "trimtab"}.intersection(last) or "/torch/utils/data/" in frames[-1].filename
 
 
 def _write(file: str, result: ScriptResult) -> None:
