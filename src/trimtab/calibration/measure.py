@@ -11,7 +11,7 @@ from trimtab.spec import Calibration, Noun
 from trimtab.trace.server import SendAnswer, ask, serve
 from trimtab.version import VERSION
 
-BUDGET_S = 60.0
+BUDGET_S = 120.0
 """For the programs; start-up and host measurements take extra time."""
 TIMEOUT_S = 600
 

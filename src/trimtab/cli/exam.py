@@ -140,7 +140,7 @@ def profile(request: ProfileRequest, *, json: Json = False) -> None:
 def calibrate(  # noqa: PLR0913, PLR0917 - options
     budget: Annotated[
         float, typer.Option(metavar="SECONDS", help="Seconds that the measurements may take.")
-    ] = 60.0,
+    ] = 120.0,
     links: Annotated[
         bool,
         typer.Option("--links", help="Measure collectives between GPUs instead of operations."),
@@ -168,7 +168,7 @@ def calibrate(  # noqa: PLR0913, PLR0917 - options
 ) -> None:
     """Measure the GPU of this machine once, for predictions of time.
 
-    Runs the operations of common models over sizes and precisions, in about a minute. With --links, measures
+    Runs the operations of common models over sizes and precisions, in about two minutes. With --links, measures
     all-reduce, all-gather, reduce-scatter, all-to-all and send between the GPUs of this machine, or between
     all processes that torchrun or srun started it in. The file that it writes can be shared: --import takes
     such a file, and predictions for its GPU use it.
