@@ -1004,6 +1004,33 @@ def test_few_evaluations_before_training_are_followed(follow: Callable[..., Scri
     ]
 
 
+FORWARD_ONLY = """
+import torch
+from torch import nn
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return (x @ self.weight.T + self.bias).relu()
+
+layer = Layer(512, 512).cuda()
+optimizer = torch.optim.Adam(layer.parameters())
+x = torch.randn(64, 512).cuda()
+for epoch in range(10_000_000):
+    layer.forward(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_that_calls_no_model_is_followed(follow: Callable[..., ScriptEstimate]) -> None:
+    found = follow("train.py", script=FORWARD_ONLY)
+    assert found.estimate.parts.weights == 4 * (512 * 512 + 512)
+    assert found.estimate.parts.optimizer >= 2 * found.estimate.parts.weights
+    assert found.trace.trainable == 512 * 512 + 512
+    works = [found.trace.works[number] for number in found.trace.sequence]
+    assert sum(work.kind == "matrix" for work in works) == 2
+
+
 ITERATIVE = """
 import torch
 from torch import nn

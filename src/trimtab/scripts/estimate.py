@@ -290,8 +290,8 @@ def count_samples(result: ScriptResult) -> int:
     samples are those that the loader fetched, if it fetched one batch for each backward pass. A script may
     also give its model one batch in parts, as with cached gradients.
     """
-    rows = _most_common(result.micro_batches) or 1
     samples = _most_common(result.fetched) or 1
+    rows = _most_common(result.micro_batches) or samples
     batches = sum(count for _, count in result.fetched)
     is_joined = samples > 1 and (rows == 1 or rows > samples)
     if is_joined and 0 <= batches - result.passes <= PREFETCHED:
@@ -389,7 +389,7 @@ def _where_samples(setting: Setting, result: ScriptResult) -> str:
     rows = _most_common(result.micro_batches)
     if rows is None:
         loaded = "the data loader's samples in a batch" if result.fetched else "taken to be 1"
-        return f"{loaded}; the model's inputs are no tensors"
+        return f"{loaded}; no tensor was seen as the input of a model"
     if rows == setting.micro_batch:
         return "the first side of the model's input in training"
     if _is_in_parts(result):

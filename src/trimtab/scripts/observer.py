@@ -494,6 +494,10 @@ class Observer:
             self.roots[id(module)] = module
             for name, part in module.named_modules():
                 self._names[id(part)] = name
+        self._begin_first_step()
+
+    def _begin_first_step(self) -> None:
+        """Note that the first step begins, unless it has begun."""
         if "step0" not in self.recorder.marks:
             self.label_weights()
             self.recorder.mark_phase("step0", "activations")
@@ -572,7 +576,12 @@ class Observer:
     # Steps
 
     def begin_backward(self) -> None:
-        """Note that a backward pass begins on the main thread."""
+        """Note that a backward pass begins on the main thread.
+
+        Some scripts call no model, but `forward` or functions of tensors: then the first step begins here.
+        """
+        if self.has_optimizer:
+            self._begin_first_step()
         self._forward_end = len(self.recorder.sequence)
         self._backward_depth += 1
         self._has_backward = True
@@ -877,6 +886,9 @@ class Observer:
     def label_weights(self) -> None:
         """Label parameters and their gradients in the recorder."""
         recorder = self.recorder
+        if not self.roots:
+            for tensor in self._list_stepped():
+                _relabel(recorder, tensor, "weights")
         for module in self.roots.values():
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 _relabel(recorder, tensor, "weights")
@@ -912,6 +924,7 @@ class Observer:
         works = tuple(recorder.works)
         modules = list(self.roots.values())
         parameters = {id(p): p for module in modules for p in module.parameters()}
+        parameters = parameters or {id(tensor): tensor for tensor in self._list_stepped()}
         sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in parameters.values()]
         return Trace(
             order=tuple(recorder.order),
