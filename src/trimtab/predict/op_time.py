@@ -101,8 +101,8 @@ SAME_KERNELS = {
     "torch_attn::_varlen_attn_backward": f"{FLASH}_backward",
     "aten::_flash_attention_forward": FLASH,
     "aten::_flash_attention_backward": f"{FLASH}_backward",
-    "trimtab::flex_attention": CUDNN,
-    "trimtab::flex_attention_backward": f"{CUDNN}_backward",
+    "trimtab::flex_attention": FLASH,
+    "trimtab::flex_attention_backward": f"{FLASH}_backward",
     "aten::_efficient_attention_forward": EFFICIENT,
     "aten::_efficient_attention_backward": f"{EFFICIENT}_backward",
 }
