@@ -18,6 +18,8 @@ SHAPES = ((64, 128, 512), (16, 1024, 2048), (256, 64, 1024), (4096, 64, 40), (8,
 WINDOWS = (3, 9, 25)
 TABLES = ((8, 16, 2_000_000), (512, 8, 4_000_000), (50_000, 64, 500_000), (1000, 256, 200_000))
 """Rows and columns of an embedding, and how many rows are taken."""
+MOST_ADDED = 10_000
+"""Rows that are added to one: more wait for each other, which takes seconds and says nothing else."""
 ODD_CHANNELS = ((128, 65, 64, 32), (64, 129, 129, 28), (32, 36, 100, 56), (256, 3, 50, 32))
 """Samples, channels in and out, side: channels that do not fill the loads of tensor cores."""
 
@@ -143,6 +145,8 @@ def _rows(dtype: torch.dtype, rows: int, columns: int, taken: int) -> Calibratio
         _backward(functional.embedding(picks, table))
         _backward(table[picks])
         _backward(table.index_select(0, picks))
+        if taken > MOST_ADDED * rows:
+            return
         source = _numbers((taken, columns), dtype)
         into = torch.zeros(rows, columns, dtype=dtype, device="cuda")
         _backward(into.index_add(0, picks, source))

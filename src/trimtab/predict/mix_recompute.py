@@ -45,7 +45,7 @@ class Moment(NamedTuple):
     """How many allocations of a recomputed block come between those and it."""
 
 
-class Block(NamedTuple):
+class ListedBlock(NamedTuple):
     """A block that is recomputed."""
 
     list_name: str
@@ -57,7 +57,7 @@ class Block(NamedTuple):
 class Region(NamedTuple):
     """A recomputed block: neighbouring allocations of the second trace that the first does not have."""
 
-    block: Block
+    block: ListedBlock
     common: int
     """How many common allocations and phases come before it."""
     numbers: tuple[int, ...]
@@ -87,7 +87,7 @@ class RecomputeMix:
         own, other = _list_items(self.none), _list_items(self.full)
         describe, describe_other = _descriptions(self.none), _descriptions(self.full)
         again = _find_recomputed(self.none, self.full, self.lists)
-        extra: list[tuple[Block | None, int, int]] = []
+        extra: list[tuple[ListedBlock | None, int, int]] = []
         at = 0
         for item in other:
             block = None if isinstance(item, str) else again.get(item)
@@ -174,7 +174,7 @@ class RecomputeMix:
         is_beside = at >= 0 and self.starts[at] == moment.common
         return moment if is_beside and way.has_block(self.regions[at].block.number) else Moment(moment.common)
 
-    def _block_at(self, moment: Moment) -> Block | None:
+    def _block_at(self, moment: Moment) -> ListedBlock | None:
         """Return the block in whose backward pass a moment is; None outside of all."""
         at = bisect_right(self.starts, moment.common) - 1
         if at >= 0 and self.starts[at] == moment.common and not moment.again:
@@ -258,7 +258,7 @@ def _parse_lists(trace: Trace) -> dict[str, int]:
     return {match["name"]: int(match["count"]) for match in counts if match}
 
 
-def _name_blocks(trace: Trace, lists: Iterable[str]) -> list[Block | None]:
+def _name_blocks(trace: Trace, lists: Iterable[str]) -> list[ListedBlock | None]:
     """Return the block of each name in `module_names`; None if it is outside of all blocks.
 
     A number in a name may also be a place outside of the lists: of "1.layers.3.norm1", 3 is the block if
@@ -266,17 +266,17 @@ def _name_blocks(trace: Trace, lists: Iterable[str]) -> list[Block | None]:
     """
     prefixes = {name: f"{name}." if name else "" for name in lists}
 
-    def find(module: str) -> Block | None:
+    def find(module: str) -> ListedBlock | None:
         for name, prefix in prefixes.items():
             word = module.removeprefix(prefix).partition(".")[0]
             if module.startswith(prefix) and word.isdecimal():
-                return Block(name, int(word))
+                return ListedBlock(name, int(word))
         return None
 
     return [find(module) for module in trace.module_names]
 
 
-def _find_blocks(trace: Trace, lists: Iterable[str]) -> list[Block | None]:
+def _find_blocks(trace: Trace, lists: Iterable[str]) -> list[ListedBlock | None]:
     """Return the block whose forward pass made each allocation; None for any other."""
     names = _name_blocks(trace, lists)
     return [
@@ -284,7 +284,7 @@ def _find_blocks(trace: Trace, lists: Iterable[str]) -> list[Block | None]:
     ]
 
 
-def _find_recomputed(none: Trace, full: Trace, lists: Iterable[str]) -> dict[int, Block]:
+def _find_recomputed(none: Trace, full: Trace, lists: Iterable[str]) -> dict[int, ListedBlock]:
     """Return the allocations of recomputed blocks, each with its block.
 
     In every phase, blocks allocate first in the forward pass, as often as without recomputation.
@@ -296,7 +296,7 @@ def _find_recomputed(none: Trace, full: Trace, lists: Iterable[str]) -> dict[int
             counts.append(0)
         elif counts and blocks[item] is not None:
             counts[-1] += 1
-    recomputed: dict[int, Block] = {}
+    recomputed: dict[int, ListedBlock] = {}
     phase, seen, run = -1, 0, list[int]()
     for item in _list_items(full):
         if isinstance(item, str):
