@@ -221,7 +221,7 @@ def test_an_estimate_shows_the_public_measurements_of_its_gpu() -> None:
         f"predicted (medians of {len(medians)} sources)"
     )
     (alone,) = describe_public_steps(trimtab.cluster("MI300X").devices[0])
-    assert alone.endswith("took 1.9 times as long as predicted (median of one source)")
+    assert alone.endswith("took 1.89 times as long as predicted (median of one source)")
     # Two rows are too few, and other GPUs have none.
     assert describe_public_steps(trimtab.cluster("GB200").devices[0]) == []
     assert describe_public_steps(trimtab.cluster("T4").devices[0]) == []

@@ -168,10 +168,10 @@ def calibrate(  # noqa: PLR0913, PLR0917 - options
 ) -> None:
     """Measure the GPU of this machine once, for predictions of time.
 
-    Runs the operations of common models over sizes and precisions, in about two minutes. With --links, measures
-    all-reduce, all-gather, reduce-scatter, all-to-all and send between the GPUs of this machine, or between
-    all processes that torchrun or srun started it in. The file that it writes can be shared: --import takes
-    such a file, and predictions for its GPU use it.
+    Runs the operations of common models over sizes and precisions, in about two minutes. With --links,
+    measures all-reduce, all-gather, reduce-scatter, all-to-all and send between the GPUs of this machine,
+    or between all processes that torchrun or srun started it in. The file that it writes can be shared:
+    --import takes such a file, and predictions for its GPU use it.
     """
     ways = {
         "--links": links,
